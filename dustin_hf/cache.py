@@ -1,0 +1,210 @@
+"""DustinCache: ragged rows in storage that is allocated once; slot equals position; rolling back changes lengths."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from dustin_hf.kernels.kv_append import kv_append
+
+
+@dataclass
+class _Rows:
+    """What all layers of one cache share.
+
+    `lengths [B]` counts the tokens each row holds. While something writes, exactly one of the two cursors is set:
+    `row` (with `row_start`) for the prefill of a single row, `start [B]` for a block of new tokens in every row.
+    """
+
+    capacity: int
+    lengths: torch.Tensor
+    row: int | None = None
+    row_start: int = 0
+    start: torch.Tensor | None = None
+    starts: dict[torch.device, torch.Tensor] = field(default_factory=dict)
+
+    def start_on(self, device: torch.device) -> torch.Tensor:
+        """The block cursor on the device of a layer, copied there once per block."""
+        assert self.start is not None
+        if device not in self.starts:
+            self.starts[device] = self.start.to(device)
+        return self.starts[device]
+
+
+class DustinLayer(CacheLayerMixin):
+    """Keys and values of one layer, `[B, H, capacity, D]` each, allocated from the first states written.
+
+    Dtype and device follow those states, so quantised weights, autocast and split models need no special care.
+    """
+
+    is_sliding = False
+    is_croppable = True
+    is_compileable = False
+    supports_early_init = False
+    keys: torch.Tensor  # type: ignore[assignment]  # None until is_initialized
+    values: torch.Tensor  # type: ignore[assignment]
+
+    def __init__(self, rows: _Rows):
+        super().__init__()
+        self.rows = rows
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        heads, head_dim = key_states.shape[1], key_states.shape[3]
+        shape = (len(self.rows.lengths), heads, self.rows.capacity, head_dim)
+        # Zeros, not empty memory: a masked slot is multiplied by 0, which would keep a stray NaN.
+        self.keys = key_states.new_zeros(shape)
+        self.values = value_states.new_zeros(shape)
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write new states `[rows, H, L, D]` at the cursor and return what the attention function reads.
+
+        During the prefill of a row: that row's states so far, `[1, H, start + L, D]`. During a block: the whole
+        storage `[B, H, capacity, D]`.
+
+        Raises:
+            RuntimeError: when no Dustin generation is running, since a plain forward would misplace ragged rows.
+        """
+        rows = self.rows
+        if rows.row is None and rows.start is None:
+            raise RuntimeError(
+                "a DustinCache is written only inside generate(..., cache_implementation='dustin'); "
+                "plain forwards need a DynamicCache"
+            )
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        if rows.row is None:
+            kv_append(self.keys, self.values, key_states, value_states, rows.start_on(self.keys.device))
+            return self.keys, self.values
+        end = rows.row_start + key_states.shape[2]
+        this = slice(rows.row, rows.row + 1)
+        self.keys[this, :, rows.row_start : end] = key_states
+        self.values[this, :, rows.row_start : end] = value_states
+        return self.keys[this, :, :end], self.values[this, :, :end]
+
+    def get_seq_length(self) -> int:
+        """Tokens before the next ones: of the row being prefilled, else of the longest row."""
+        if self.rows.row is not None:
+            return self.rows.row_start
+        return int(self.rows.lengths.max()) if len(self.rows.lengths) else 0
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        return self.rows.capacity
+
+    get_max_cache_shape = get_max_length
+
+
+class DustinCache(Cache):
+    """A KV cache for ragged batches: every row holds its own tokens from slot 0 and never a pad.
+
+    Args:
+        num_layers (`int`): layers of the model.
+        batch_size (`int`): rows.
+        capacity (`int`): slots of each row, at least its longest length plus the tokens of one block.
+        device: where `lengths` lives; layers follow the states written into them.
+
+    Attributes:
+        lengths (`torch.LongTensor` of shape `[B]`): tokens held by each row. Slots at and after it are stale.
+    """
+
+    layers: list[DustinLayer]  # type: ignore[assignment]
+
+    def __init__(self, num_layers: int, batch_size: int, capacity: int, device: torch.device | str = "cpu"):
+        self._rows = _Rows(capacity, torch.zeros(batch_size, dtype=torch.long, device=device))
+        super().__init__(layers=[DustinLayer(self._rows) for _ in range(num_layers)])
+
+    @property
+    def lengths(self) -> torch.Tensor:
+        return self._rows.lengths
+
+    @lengths.setter
+    def lengths(self, value: torch.Tensor) -> None:
+        self._rows.lengths = value
+
+    @property
+    def capacity(self) -> int:
+        return self._rows.capacity
+
+    @property
+    def batch_size(self) -> int:
+        return len(self._rows.lengths)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the allocated storage."""
+        return sum(x.nbytes for layer in self.layers if layer.is_initialized for x in (layer.keys, layer.values))
+
+    @contextmanager
+    def writing_row(self, row: int, start: int) -> Iterator[None]:
+        """Let forwards of a single row write its tokens from slot `start` on."""
+        self._rows.row, self._rows.row_start = row, start
+        try:
+            yield
+        finally:
+            self._rows.row = None
+
+    @contextmanager
+    def writing_block(self, start: torch.Tensor) -> Iterator[None]:
+        """Let forwards of the whole batch write new tokens from slot `start[b]` on; negative slots are skipped."""
+        self._rows.start, self._rows.starts = start, {}
+        try:
+            yield
+        finally:
+            self._rows.start, self._rows.starts = None, {}
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last `-tokens_to_remove` tokens of every row; 0 changes nothing, a shorter row becomes empty.
+
+        Raises:
+            ValueError: on a positive number, as in transformers since 5.18.
+        """
+        if tokens_to_remove > 0:
+            raise ValueError(
+                f"`crop` takes the number of tokens to remove as a negative integer, got {tokens_to_remove}"
+            )
+        self.lengths = (self.lengths + tokens_to_remove).clamp(min=0)
+
+    def reset(self) -> None:
+        """Forget all tokens; the storage stays allocated."""
+        self.lengths = torch.zeros_like(self.lengths)
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        self.batch_select_indices(beam_idx)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep the rows `indices`, in that order, repeats allowed."""
+        self.lengths = self.lengths[indices.to(self.lengths.device)]
+        for layer in self.layers:
+            if layer.is_initialized:
+                layer.keys = layer.keys[indices.to(layer.keys.device)]
+                layer.values = layer.values[indices.to(layer.values.device)]
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row `repeats` times, copies side by side."""
+        self.batch_select_indices(torch.arange(self.batch_size).repeat_interleave(repeats))
+
+    def check_integrity(self) -> None:
+        """Raise `RuntimeError` unless lengths fit the storage and held keys and values are finite. Slow: for tests."""
+        rows = self._rows
+        if rows.row is not None or rows.start is not None:
+            raise RuntimeError("the cache is still being written")
+        if not bool(((rows.lengths >= 0) & (rows.lengths <= rows.capacity)).all()):
+            raise RuntimeError(f"lengths {rows.lengths.tolist()} leave 0 .. capacity {rows.capacity}")
+        for i, layer in enumerate(self.layers):
+            if not layer.is_initialized:
+                if int(rows.lengths.max()) > 0:
+                    raise RuntimeError(f"layer {i} holds no storage for lengths {rows.lengths.tolist()}")
+                continue
+            for name, x in (("keys", layer.keys), ("values", layer.values)):
+                if (x.shape[0], x.shape[2]) != (len(rows.lengths), rows.capacity):
+                    raise RuntimeError(f"layer {i} {name} {tuple(x.shape)} is not [B, H, capacity, D]")
+                held = torch.arange(rows.capacity, device=x.device) < rows.lengths.to(x.device)[:, None]
+                if not bool(x.isfinite().all(-1).all(1)[held].all()):
+                    raise RuntimeError(f"layer {i} {name} has a held token that is not finite")

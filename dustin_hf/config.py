@@ -1,0 +1,81 @@
+"""DustinConfig: the options a user gives as `cache_config`."""
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+DEFAULT_NUM_ASSISTANT_TOKENS = 4  # paper table 5: gamma 3 or 4
+DRAFT_CACHES = ("auto", "full", "streaming")
+
+
+@dataclass(frozen=True, slots=True)
+class DustinConfig:
+    """How verification chooses what it reads, and how drafts are made.
+
+    Args:
+        budget (`int`): cached tokens that verification attends to in each row (k), protected tokens included. The
+            tokens of the block being verified come on top. A budget of at least the length is exact.
+        sinks (`int`): first tokens of each row, always kept (paper appendix C: 4).
+        window (`int`): last cached tokens of each row, always kept (paper appendix C: 16).
+        draft_share (`float`, *optional*): share of the budget given to the draft's lookahead attention (m / k).
+            Default: the profile's.
+        num_assistant_tokens (`int`, *optional*): drafted tokens per step (gamma). `generate(num_assistant_tokens=)`
+            wins over it; without either the profile's, the assistant's generation config's, or 4.
+        draft_cache (`str`): what the draft attends to: `"full"`, `"streaming"` (sinks and the most recent tokens,
+            `budget` in all), or `"auto"`: streaming where the target drafts for itself, else full.
+        mode (`str`): selection policy: `"hybrid"` (Dustin-H), `"target"` (Dustin-T), `"draft"` (Dustin-D), `"full"`.
+
+    Raises:
+        ValueError: on a value out of range.
+    """
+
+    budget: int = 512
+    sinks: int = 4
+    window: int = 16
+    draft_share: float | None = None
+    num_assistant_tokens: int | None = None
+    draft_cache: str = "auto"
+    mode: str = "hybrid"
+
+    def __post_init__(self) -> None:
+        from dustin_hf.selection import policy_names
+
+        for name in ("budget", "sinks", "window"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise ValueError(f"`{name}` must be a non-negative integer, got {value!r}")
+        if self.budget < self.sinks + self.window + 1:
+            raise ValueError(
+                f"`budget` must be at least sinks + window + 1 = {self.sinks + self.window + 1}, got {self.budget}; "
+                "protected tokens count in the budget: raise it, or lower `sinks` or `window`"
+            )
+        if self.draft_share is not None and not 0 <= self.draft_share <= 1:
+            raise ValueError(f"`draft_share` must be between 0 and 1, got {self.draft_share!r}")
+        check_num_assistant_tokens(self.num_assistant_tokens)
+        if self.draft_cache not in DRAFT_CACHES:
+            raise ValueError(f"`draft_cache` must be one of {DRAFT_CACHES}, got {self.draft_cache!r}")
+        if self.mode not in policy_names():
+            raise ValueError(f"`mode` must be one of {policy_names()}, got {self.mode!r}")
+
+    @classmethod
+    def from_cache_config(cls, cache_config: dict[str, Any] | None) -> "DustinConfig":
+        """Build from the `cache_config` of `generate`.
+
+        Raises:
+            ValueError: on keys that are not fields of this class (the message lists them), or values out of range.
+        """
+        cache_config = {} if cache_config is None else dict(cache_config)
+        known = [f.name for f in fields(cls)]
+        unknown = sorted(set(cache_config) - set(known))
+        if unknown:
+            raise ValueError(f"`cache_config` has unknown keys {unknown}; with 'dustin' it takes {known}")
+        return cls(**cache_config)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields, ready to be given as `cache_config` again."""
+        return asdict(self)
+
+
+def check_num_assistant_tokens(value: int | None) -> None:
+    """Raise `ValueError` unless `value` is None or a positive integer."""
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        raise ValueError(f"`num_assistant_tokens` must be a positive integer, got {value!r}")

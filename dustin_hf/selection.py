@@ -1,0 +1,166 @@
+"""Which cached tokens verification attends to: the policy interface, hybrid selection (paper equation 6), and full."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from dustin_hf.cache import DustinCache
+from dustin_hf.config import DustinConfig
+from dustin_hf.kernels.topk_select import topk_select
+from dustin_hf.profile import DustinProfile, Heads
+from dustin_hf.scoring import HeadScorer, Queries
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """The slots of one step.
+
+    Args:
+        indices: `[n_sets, B, 1 or H, k]` int32, -1 for unused places; None: every committed token (full attention).
+        layer_sets: the set of each target layer; None: set 0 for all.
+    """
+
+    indices: torch.Tensor | None = None
+    layer_sets: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Signals:
+    """What a policy may look at; committed tokens only.
+
+    Args:
+        lengths: committed tokens in the target cache, `[B]`.
+        target_cache: keys to score against.
+        target_queries: layer -> `[B, 1, NH, D]`, queries of the last token that the target has processed.
+        draft_cache: the draft's cache; None where nothing was drafted in this step.
+        draft_queries: layer -> `[B, gamma, NH, D]`, the lookahead queries; empty where nothing was drafted.
+        draft_counts: drafted tokens of each row that count, `[B]`; rows near their limit have fewer than gamma.
+    """
+
+    lengths: torch.Tensor
+    target_cache: DustinCache
+    target_queries: Queries
+    draft_cache: DustinCache | None
+    draft_queries: Queries
+    draft_counts: torch.Tensor
+
+
+class SelectionPolicy(ABC):
+    """Chooses the slots of each step.
+
+    `target_heads` and `draft_heads` name the query heads (layer -> heads) that the forwards have to keep for it.
+    The first step after a prefill has no history and is verified in full, so `select` is not asked for it.
+    """
+
+    target_heads: Heads = {}
+    draft_heads: Heads = {}
+
+    @abstractmethod
+    def select(self, signals: Signals) -> Selection:
+        """The slots of this step. Must not change the caches, and must treat every row by itself."""
+
+
+class FullPolicy(SelectionPolicy):
+    """Every committed token: vanilla verification."""
+
+    def select(self, signals: Signals) -> Selection:
+        return Selection()
+
+
+class HybridPolicy(SelectionPolicy):
+    """Sinks, window, the top m by the draft's lookahead, the rest by the target's history (paper equations 5 and 6).
+
+    Args:
+        k: slots in all.
+        sinks, window: protected tokens, counted in `k`.
+        m: slots given to the draft.
+        target, draft: scorers of the chosen heads of both models; `draft` is None where m is 0.
+
+    A row that drafted nothing in a step (its last token) has no lookahead, so its m falls to the target's history.
+    """
+
+    def __init__(self, *, k: int, sinks: int, window: int, m: int, target: HeadScorer, draft: HeadScorer | None):
+        self.k, self.sinks, self.window, self.m = k, sinks, window, m
+        self.target, self.draft = target, draft
+        self.target_heads = target.heads
+        self.draft_heads = draft.heads if draft is not None else {}
+
+    def select(self, signals: Signals) -> Selection:
+        shape = (len(signals.lengths), signals.target_cache.capacity)
+        draft_scores = torch.zeros(shape, device=signals.lengths.device)
+        if self.draft is not None and signals.draft_cache is not None:
+            draft_scores = self.draft(signals.draft_queries, signals.draft_cache, signals.lengths, signals.draft_counts)
+        target_scores = self.target(
+            signals.target_queries, signals.target_cache, signals.lengths, torch.ones_like(signals.lengths)
+        )
+        indices = topk_select(
+            draft_scores,
+            target_scores,
+            signals.lengths,
+            torch.where(signals.draft_counts > 0, self.m, 0),
+            self.sinks,
+            self.window,
+            min(self.k, max(shape[1], self.sinks + self.window)),
+        )
+        return Selection(indices[None, :, None])
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyContext:
+    """What a policy is built from: the user's options, the profile, and the scorers of both models' chosen heads."""
+
+    config: DustinConfig
+    profile: DustinProfile
+    target_scorer: HeadScorer
+    draft_scorer: HeadScorer
+
+
+PolicyFactory = Callable[[PolicyContext], SelectionPolicy]
+_FACTORIES: dict[str, PolicyFactory] = {}
+
+
+def register_policy(name: str, factory: PolicyFactory) -> None:
+    """Make a policy available as `cache_config={"mode": name}`.
+
+    Raises:
+        ValueError: if the name is taken.
+    """
+    if name in _FACTORIES:
+        raise ValueError(f"`name` {name!r} is already a selection policy; registered are {policy_names()}")
+    _FACTORIES[name] = factory
+
+
+def policy_names() -> tuple[str, ...]:
+    """The names that `mode` takes."""
+    return tuple(_FACTORIES)
+
+
+def build_policy(context: PolicyContext) -> SelectionPolicy:
+    """The policy that `context.config.mode` names."""
+    return _FACTORIES[context.config.mode](context)
+
+
+def _hybrid(share: float | None) -> PolicyFactory:
+    def factory(context: PolicyContext) -> SelectionPolicy:
+        config = context.config
+        part = share
+        if part is None:
+            part = config.draft_share if config.draft_share is not None else context.profile.draft_share
+        return HybridPolicy(
+            k=config.budget,
+            sinks=config.sinks,
+            window=config.window,
+            m=round(part * config.budget),
+            target=context.target_scorer,
+            draft=context.draft_scorer if part > 0 else None,
+        )
+
+    return factory
+
+
+register_policy("hybrid", _hybrid(None))
+register_policy("target", _hybrid(0.0))
+register_policy("draft", _hybrid(1.0))
+register_policy("full", lambda context: FullPolicy())

@@ -1,0 +1,172 @@
+"""Checks that reach the user before any long work: each names the argument, what was expected, and what came."""
+
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import torch
+from transformers.generation.configuration_utils import GenerationMode
+
+from dustin_hf.model_patches.families import ModelFamily, family_of
+from dustin_hf.processing import REFUSED
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+    from transformers.generation.logits_process import LogitsProcessorList
+
+# Vocabularies of one tokenizer are padded to multiples of 128 times a tensor-parallel degree of up to 8.
+MAX_VOCABULARY_PADDING = 1024
+
+# Generation options that mean something Dustin does not do: option -> what to do instead.
+_REFUSED_OPTIONS = {
+    "output_scores": "not supported yet: leave it out",
+    "output_logits": "not supported yet: leave it out",
+    "output_attentions": "not supported: sparse verification has no full attention maps",
+    "output_hidden_states": "not supported yet: leave it out",
+    "prompt_lookup_num_tokens": "not supported yet: pass assistant_model",
+    "assistant_early_exit": "not supported: pass assistant_model",
+    "assistant_ensemble_weight": "not supported: it changes the target's law",
+    "use_mtp": "not supported: pass assistant_model",
+    "speculation_type": "not supported: pass assistant_model",
+}
+
+
+def check_inputs(inputs: torch.Tensor | None, kwargs: dict[str, Any]) -> None:
+    """Refuse empty prompts and embeddings before stock `generate` trips over them."""
+    if kwargs.get("inputs_embeds") is not None:
+        raise ValueError(
+            "`inputs_embeds` is not supported with cache_implementation='dustin': a draft needs token ids; "
+            "pass `input_ids`"
+        )
+    ids = kwargs.get("input_ids") if inputs is None else inputs
+    if ids is not None and ids.numel() == 0:
+        raise ValueError(f"`input_ids` must hold at least one row of at least one token, got shape {tuple(ids.shape)}")
+
+
+def check_mode(mode: str, generation_config: "GenerationConfig", mode_kwargs: dict[str, Any]) -> None:
+    """Refuse decoding modes and outputs that are not greedy or sampled speculation with a draft."""
+    for option, advice in _REFUSED_OPTIONS.items():
+        if getattr(generation_config, option, None):
+            raise ValueError(f"`{option}={getattr(generation_config, option)!r}` with 'dustin' is {advice}")
+    if mode not in (GenerationMode.ASSISTED_GENERATION, GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        raise ValueError(
+            f"cache_implementation='dustin' decodes greedily or by sampling, but the options ask for {str(mode)!r}: "
+            "leave out `num_beams` and other search options"
+        )
+    if mode_kwargs.get("assistant_model") is None:
+        raise ValueError(
+            "`assistant_model` is needed with cache_implementation='dustin': pass a small model of the same "
+            "tokenizer, or the model itself to draft over a streaming cache"
+        )
+    if generation_config.use_cache is False:
+        raise ValueError("`use_cache=False` cannot be had with cache_implementation='dustin': leave it out")
+    schedule = generation_config.num_assistant_tokens_schedule
+    if schedule not in (None, "constant"):
+        raise ValueError(
+            f"`num_assistant_tokens_schedule={schedule!r}` is not supported yet with 'dustin', where rows of a batch "
+            "would need schedules of their own: use 'constant'"
+        )
+    if mode_kwargs.get("synced_gpus"):
+        raise ValueError("`synced_gpus=True` is not supported yet with 'dustin': ranks accept different amounts")
+    check_tokenizers(mode_kwargs.get("tokenizer"), mode_kwargs.get("assistant_tokenizer"))
+
+
+def check_tokenizers(tokenizer: Any, assistant_tokenizer: Any) -> None:
+    """Refuse two tokenizers that do not agree; the draft's ids are fed to the target as they are."""
+    if tokenizer is not None and assistant_tokenizer is not None:
+        if tokenizer.get_vocab() != assistant_tokenizer.get_vocab():
+            raise ValueError(
+                "`assistant_tokenizer` has another vocabulary than `tokenizer`: with cache_implementation='dustin' "
+                "target and draft must share one tokenizer"
+            )
+
+
+def check_pair(target: "PreTrainedModel", draft: "PreTrainedModel") -> None:
+    """Refuse models that cannot be served or do not fit together.
+
+    Raises:
+        UnsupportedModelError: if an architecture is not supported.
+        ValueError: if a model cannot be served, or the draft belongs to another tokenizer or device.
+    """
+    for model, name in ((target, "model"), (draft, "assistant_model")):
+        config = model.config.get_text_config(decoder=True)
+        family_of(config, name).check(config, name)
+    wanted, got = (m.config.get_text_config(decoder=True).vocab_size for m in (target, draft))
+    if abs(wanted - got) >= MAX_VOCABULARY_PADDING:
+        raise ValueError(
+            f"`assistant_model` has a vocabulary of {got}, the model one of {wanted}: more than padding apart, so they "
+            "do not share a tokenizer; pass a draft of the same family"
+        )
+    if draft.device != target.device:
+        raise ValueError(
+            f"`assistant_model` is on {draft.device}, the model on {target.device}: move both to one device"
+        )
+
+
+def check_processors(processors: "LogitsProcessorList") -> None:
+    """Refuse processors whose state follows a sequence that only grows."""
+    for processor in processors:
+        if isinstance(processor, REFUSED):
+            raise ValueError(
+                f"{type(processor).__name__} is not supported with 'dustin': it keeps state that rejected drafts would "
+                "spoil; leave out `guidance_scale` or `watermarking_config`"
+            )
+
+
+def pads_of(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> list[int]:
+    """Pads at the start of each row.
+
+    Raises:
+        ValueError: on a mask of another shape, an empty row, pads on the right, or holes.
+    """
+    if attention_mask is None:
+        return [0] * len(input_ids)
+    if attention_mask.shape != input_ids.shape:
+        raise ValueError(
+            f"`attention_mask` must have the shape of `input_ids` {tuple(input_ids.shape)}, "
+            f"got {tuple(attention_mask.shape)}"
+        )
+    mask = attention_mask != 0
+    pads = (~mask).sum(1)
+    empty = (pads == mask.shape[1]).nonzero()[:, 0].tolist()
+    if empty:
+        raise ValueError(f"`attention_mask` leaves no token in rows {empty}: every prompt needs at least one")
+    expected = torch.arange(mask.shape[1], device=mask.device) >= pads[:, None]
+    wrong = (mask != expected).any(1).nonzero()[:, 0].tolist()
+    if wrong:
+        raise ValueError(
+            f"`attention_mask` of rows {wrong} is not zeros followed by ones: pad on the left "
+            "(padding_side='left' in the tokenizer), without holes"
+        )
+    return pads.tolist()
+
+
+def check_position_ids(position_ids: torch.Tensor | None, pads: list[int], width: int) -> None:
+    """Refuse positions other than each row's own 0, 1, 2, ..., which is what the cache slots stand for."""
+    if position_ids is None:
+        return
+    expected = torch.arange(width)[None] - torch.tensor(pads)[:, None]
+    got = position_ids.cpu().expand(len(pads), -1)
+    if got.shape != expected.shape or bool(((got != expected) & (expected >= 0)).any()):
+        raise ValueError("`position_ids` must count each row's tokens from 0, or be left out")
+
+
+def kv_bytes_per_token(config: "PreTrainedConfig", dtype: torch.dtype) -> int:
+    """Bytes of keys and values of one token over all layers."""
+    heads = config.num_key_value_heads
+    return 2 * config.num_hidden_layers * heads * ModelFamily.head_dim(config) * dtype.itemsize
+
+
+def check_capacity(needed: int, device: torch.device) -> None:
+    """Refuse caches that the device cannot hold, before anything is allocated."""
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0]
+        free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    elif device.type == "cpu":
+        free = psutil.virtual_memory().available
+    else:
+        return
+    if needed > free:
+        raise ValueError(
+            f"the KV caches need {needed:,} bytes, but {device} has {free:,} free: "
+            "use a smaller batch, shorter prompts, or a smaller `max_new_tokens`"
+        )

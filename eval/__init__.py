@@ -1,0 +1,1 @@
+"""Evaluation of Dustin: quality and speed of every method through one engine."""

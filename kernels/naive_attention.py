@@ -1,0 +1,34 @@
+"""What the naive attention twins share: the argument check and masked dense attention."""
+
+import torch
+
+
+def check_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: torch.Tensor) -> None:
+    """Raise `ValueError` unless `q [B, L, HQ, D]`, `k` and `v` `[B, H, T, D]` and `start [B]` fit together."""
+    if q.ndim != 4 or k.ndim != 4 or k.shape != v.shape:
+        raise ValueError(
+            f"q must be [B, L, HQ, D] and k, v one shape [B, H, T, D], "
+            f"got {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
+        )
+    if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3] or q.shape[2] % k.shape[1]:
+        raise ValueError(
+            f"q {tuple(q.shape)} and k {tuple(k.shape)} must agree in B and D, and HQ must be a multiple of H"
+        )
+    if start.shape != q.shape[:1]:
+        raise ValueError(f"start must have shape [B] = [{q.shape[0]}], got {tuple(start.shape)}")
+
+
+def masked_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Dense attention `q [B, L, HQ, D]` over `k, v [B, H, T, D]` under a mask `visible [B, 1 or H, L, T]`."""
+    batch, new, q_heads, dim = q.shape
+    heads = k.shape[1]
+    grouped = q.float().view(batch, new, heads, q_heads // heads, dim).permute(0, 2, 3, 1, 4)  # [B, H, G, L, D]
+    scores = torch.einsum("bhgld,bhtd->bhglt", grouped, k.float()) * scale
+    scores = scores.masked_fill(~visible[:, :, None], float("-inf"))
+    lse = scores.logsumexp(-1)
+    weights = (scores - lse.clamp(min=torch.finfo(lse.dtype).min)[..., None]).exp()
+    o = torch.einsum("bhglt,bhtd->bhgld", weights, v.float())
+    o = o.permute(0, 3, 1, 2, 4).reshape(batch, new, q_heads, dim)
+    return o.to(q.dtype), lse.permute(0, 3, 1, 2).reshape(batch, new, q_heads)

@@ -1,0 +1,1 @@
+"""How Dustin reaches into Hugging Face models: one attention function, and one short file per architecture."""
