@@ -11,17 +11,17 @@ from dustin_hf.kernels.kv_append import kv_append
 
 
 @dataclass
-class _Rows:
+class _Shared:
     """What all layers of one cache share.
 
     `lengths [B]` counts the tokens each row holds. While something writes, exactly one of the two cursors is set:
-    `row` (with `row_start`) for the prefill of a single row, `start [B]` for a block of new tokens in every row.
+    `rows` (with `rows_start`) for the prefill of some rows, `start [B]` for a block of new tokens in every row.
     """
 
     capacity: int
     lengths: torch.Tensor
-    row: int | None = None
-    row_start: int = 0
+    rows: slice | None = None
+    rows_start: int = 0
     start: torch.Tensor | None = None
     starts: dict[torch.device, torch.Tensor] = field(default_factory=dict)
 
@@ -46,13 +46,13 @@ class DustinLayer(CacheLayerMixin):
     keys: torch.Tensor  # type: ignore[assignment]  # None until is_initialized
     values: torch.Tensor  # type: ignore[assignment]
 
-    def __init__(self, rows: _Rows):
+    def __init__(self, shared: _Shared):
         super().__init__()
-        self.rows = rows
+        self.shared = shared
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         heads, head_dim = key_states.shape[1], key_states.shape[3]
-        shape = (len(self.rows.lengths), heads, self.rows.capacity, head_dim)
+        shape = (len(self.shared.lengths), heads, self.shared.capacity, head_dim)
         # Zeros, not empty memory: a masked slot is multiplied by 0, which would keep a stray NaN.
         self.keys = key_states.new_zeros(shape)
         self.values = value_states.new_zeros(shape)
@@ -63,40 +63,39 @@ class DustinLayer(CacheLayerMixin):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write new states `[rows, H, L, D]` at the cursor and return what the attention function reads.
 
-        During the prefill of a row: that row's states so far, `[1, H, start + L, D]`. During a block: the whole
+        During the prefill of some rows: their states so far, `[rows, H, start + L, D]`. During a block: the whole
         storage `[B, H, capacity, D]`.
 
         Raises:
             RuntimeError: when no Dustin generation is running, since a plain forward would misplace ragged rows.
         """
-        rows = self.rows
-        if rows.row is None and rows.start is None:
+        shared = self.shared
+        if shared.rows is None and shared.start is None:
             raise RuntimeError(
                 "a DustinCache is written only inside generate(..., cache_implementation='dustin'); "
                 "plain forwards need a DynamicCache"
             )
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        if rows.row is None:
-            kv_append(self.keys, self.values, key_states, value_states, rows.start_on(self.keys.device))
+        if shared.rows is None:
+            kv_append(self.keys, self.values, key_states, value_states, shared.start_on(self.keys.device))
             return self.keys, self.values
-        end = rows.row_start + key_states.shape[2]
-        this = slice(rows.row, rows.row + 1)
-        self.keys[this, :, rows.row_start : end] = key_states
-        self.values[this, :, rows.row_start : end] = value_states
-        return self.keys[this, :, :end], self.values[this, :, :end]
+        end = shared.rows_start + key_states.shape[2]
+        self.keys[shared.rows, :, shared.rows_start : end] = key_states
+        self.values[shared.rows, :, shared.rows_start : end] = value_states
+        return self.keys[shared.rows, :, :end], self.values[shared.rows, :, :end]
 
     def get_seq_length(self) -> int:
-        """Tokens before the next ones: of the row being prefilled, else of the longest row."""
-        if self.rows.row is not None:
-            return self.rows.row_start
-        return int(self.rows.lengths.max()) if len(self.rows.lengths) else 0
+        """Tokens before the next ones: of the rows being prefilled, else of the longest row."""
+        if self.shared.rows is not None:
+            return self.shared.rows_start
+        return int(self.shared.lengths.max())
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.get_seq_length() + query_length, 0
 
     def get_max_length(self) -> int:
-        return self.rows.capacity
+        return self.shared.capacity
 
     get_max_cache_shape = get_max_length
 
@@ -117,24 +116,24 @@ class DustinCache(Cache):
     layers: list[DustinLayer]  # type: ignore[assignment]
 
     def __init__(self, num_layers: int, batch_size: int, capacity: int, device: torch.device | str = "cpu"):
-        self._rows = _Rows(capacity, torch.zeros(batch_size, dtype=torch.long, device=device))
-        super().__init__(layers=[DustinLayer(self._rows) for _ in range(num_layers)])
+        self._shared = _Shared(capacity, torch.zeros(batch_size, dtype=torch.long, device=device))
+        super().__init__(layers=[DustinLayer(self._shared) for _ in range(num_layers)])
 
     @property
     def lengths(self) -> torch.Tensor:
-        return self._rows.lengths
+        return self._shared.lengths
 
     @lengths.setter
     def lengths(self, value: torch.Tensor) -> None:
-        self._rows.lengths = value
+        self._shared.lengths = value
 
     @property
     def capacity(self) -> int:
-        return self._rows.capacity
+        return self._shared.capacity
 
     @property
     def batch_size(self) -> int:
-        return len(self._rows.lengths)
+        return len(self._shared.lengths)
 
     @property
     def nbytes(self) -> int:
@@ -142,22 +141,22 @@ class DustinCache(Cache):
         return sum(x.nbytes for layer in self.layers if layer.is_initialized for x in (layer.keys, layer.values))
 
     @contextmanager
-    def writing_row(self, row: int, start: int) -> Iterator[None]:
-        """Let forwards of a single row write its tokens from slot `start` on."""
-        self._rows.row, self._rows.row_start = row, start
+    def writing_rows(self, rows: slice, start: int) -> Iterator[None]:
+        """Let forwards of some rows alone write their tokens from slot `start` on."""
+        self._shared.rows, self._shared.rows_start = rows, start
         try:
             yield
         finally:
-            self._rows.row = None
+            self._shared.rows = None
 
     @contextmanager
     def writing_block(self, start: torch.Tensor) -> Iterator[None]:
         """Let forwards of the whole batch write new tokens from slot `start[b]` on; negative slots are skipped."""
-        self._rows.start, self._rows.starts = start, {}
+        self._shared.start, self._shared.starts = start, {}
         try:
             yield
         finally:
-            self._rows.start, self._rows.starts = None, {}
+            self._shared.start, self._shared.starts = None, {}
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last `-tokens_to_remove` tokens of every row; 0 changes nothing, a shorter row becomes empty.
@@ -192,19 +191,19 @@ class DustinCache(Cache):
 
     def check_integrity(self) -> None:
         """Raise `RuntimeError` unless lengths fit the storage and held keys and values are finite. Slow: for tests."""
-        rows = self._rows
-        if rows.row is not None or rows.start is not None:
+        shared = self._shared
+        if shared.rows is not None or shared.start is not None:
             raise RuntimeError("the cache is still being written")
-        if not bool(((rows.lengths >= 0) & (rows.lengths <= rows.capacity)).all()):
-            raise RuntimeError(f"lengths {rows.lengths.tolist()} leave 0 .. capacity {rows.capacity}")
+        if not bool(((shared.lengths >= 0) & (shared.lengths <= shared.capacity)).all()):
+            raise RuntimeError(f"lengths {shared.lengths.tolist()} leave 0 .. capacity {shared.capacity}")
         for i, layer in enumerate(self.layers):
             if not layer.is_initialized:
-                if int(rows.lengths.max()) > 0:
-                    raise RuntimeError(f"layer {i} holds no storage for lengths {rows.lengths.tolist()}")
+                if int(shared.lengths.max()) > 0:
+                    raise RuntimeError(f"layer {i} holds no storage for lengths {shared.lengths.tolist()}")
                 continue
             for name, x in (("keys", layer.keys), ("values", layer.values)):
-                if (x.shape[0], x.shape[2]) != (len(rows.lengths), rows.capacity):
+                if (x.shape[0], x.shape[2]) != (len(shared.lengths), shared.capacity):
                     raise RuntimeError(f"layer {i} {name} {tuple(x.shape)} is not [B, H, capacity, D]")
-                held = torch.arange(rows.capacity, device=x.device) < rows.lengths.to(x.device)[:, None]
+                held = torch.arange(shared.capacity, device=x.device) < shared.lengths.to(x.device)[:, None]
                 if not bool(x.isfinite().all(-1).all(1)[held].all()):
                     raise RuntimeError(f"layer {i} {name} has a held token that is not finite")

@@ -132,10 +132,8 @@ def _pop_profile(model: Any, handle: DustinHandle | None) -> None:
 
 def _reduce_as_original(self: Any, protocol: Any) -> Any:
     """Copies and pickles are of the original class: no handle would know them."""
-    cls = type(self)
-    reduced = super(cls, self).__reduce_ex__(protocol)
-    swap = {cls: cls._dustin_original}
-    return (reduced[0], tuple(swap.get(arg, arg) if isinstance(arg, type) else arg for arg in reduced[1]), *reduced[2:])
+    state = super(type(self), self).__reduce_ex__(2)[2]
+    return object.__new__, (type(self)._dustin_original,), state
 
 
 def _acquire_host() -> None:

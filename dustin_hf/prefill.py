@@ -1,5 +1,6 @@
-"""Prompts into a DustinCache: row by row without pads, in chunks, under the attention the user chose."""
+"""Prompts into a DustinCache: without pads, in chunks, under the attention the user chose."""
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,16 +30,27 @@ def prefill(
         cache: empty, with a row for each prompt; changed.
         sequences: left-padded prompts, `[B, W]`.
         pads: pads at the start of each row, as Python ints: prompts keep their own shape here.
-        chunk_size: tokens per forward, so that activations of long prompts stay small. Default: 2048.
+        chunk_size: most tokens per forward, so that activations of long prompts stay small. Default: 2048.
     """
     decoder = model.get_decoder()
     chunk_size = chunk_size or DEFAULT_CHUNK
-    width = sequences.shape[1]
-    for row, pad in enumerate(pads):
-        prompt = sequences[row : row + 1, pad : width - 1]
-        for begin in range(0, prompt.shape[1], chunk_size):
-            chunk = prompt[:, begin : begin + chunk_size]
-            positions = torch.arange(begin, begin + chunk.shape[1], device=chunk.device)[None]
-            with cache.writing_row(row, begin):
+    last = sequences.shape[1] - 1
+    for rows, pad in _groups(pads, last, chunk_size):
+        prompts = sequences[rows, pad:last]
+        for begin in range(0, prompts.shape[1], chunk_size):
+            chunk = prompts[:, begin : begin + chunk_size]
+            positions = torch.arange(begin, begin + chunk.shape[1], device=chunk.device).expand(len(chunk), -1)
+            with cache.writing_rows(rows, begin):
                 decoder(input_ids=chunk, position_ids=positions, use_cache=True, **{CACHE_ARG: cache})
-    cache.lengths = torch.tensor([width - 1 - pad for pad in pads], device=cache.lengths.device)
+    cache.lengths = torch.tensor([last - pad for pad in pads], device=cache.lengths.device)
+
+
+def _groups(pads: list[int], last: int, chunk_size: int) -> Iterator[tuple[slice, int]]:
+    """Neighbouring rows of equal length that fit one forward together, and their pads."""
+    begin = 0
+    while begin < len(pads):
+        pad, end = pads[begin], begin + 1
+        while end < len(pads) and pads[end] == pad and (end + 1 - begin) * (last - pad) <= chunk_size:
+            end += 1
+        yield slice(begin, end), pad
+        begin = end

@@ -31,7 +31,7 @@ _REFUSED_OPTIONS = {
 
 
 def check_inputs(inputs: torch.Tensor | None, kwargs: dict[str, Any]) -> None:
-    """Refuse empty prompts and embeddings before stock `generate` trips over them."""
+    """Refuse embeddings, empty prompts and masks of another shape before stock `generate` trips over them."""
     if kwargs.get("inputs_embeds") is not None:
         raise ValueError(
             "`inputs_embeds` is not supported with cache_implementation='dustin': a draft needs token ids; "
@@ -40,6 +40,11 @@ def check_inputs(inputs: torch.Tensor | None, kwargs: dict[str, Any]) -> None:
     ids = kwargs.get("input_ids") if inputs is None else inputs
     if ids is not None and ids.numel() == 0:
         raise ValueError(f"`input_ids` must hold at least one row of at least one token, got shape {tuple(ids.shape)}")
+    mask = kwargs.get("attention_mask")
+    if ids is not None and mask is not None and mask.shape != ids.shape:
+        raise ValueError(
+            f"`attention_mask` must have the shape of `input_ids` {tuple(ids.shape)}, got {tuple(mask.shape)}"
+        )
 
 
 def check_mode(mode: str, generation_config: "GenerationConfig", mode_kwargs: dict[str, Any]) -> None:
@@ -116,15 +121,10 @@ def pads_of(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> lis
     """Pads at the start of each row.
 
     Raises:
-        ValueError: on a mask of another shape, an empty row, pads on the right, or holes.
+        ValueError: on an empty row, pads on the right, or holes.
     """
     if attention_mask is None:
         return [0] * len(input_ids)
-    if attention_mask.shape != input_ids.shape:
-        raise ValueError(
-            f"`attention_mask` must have the shape of `input_ids` {tuple(input_ids.shape)}, "
-            f"got {tuple(attention_mask.shape)}"
-        )
     mask = attention_mask != 0
     pads = (~mask).sum(1)
     empty = (pads == mask.shape[1]).nonzero()[:, 0].tolist()

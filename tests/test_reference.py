@@ -32,9 +32,7 @@ def run_both(target, draft, prompt, *, budget, mode, gamma, new, selected, sinks
         target, draft, [prompt], budget=budget, gamma=gamma, new=new, config=config, profile=PROFILE, eos_token_id=None
     )
     m = {"hybrid": round(0.5 * budget), "target": 0, "draft": budget}[mode]
-    reference = Reference(
-        target, draft, budget, sinks, window, m, PROFILE.target_heads, PROFILE.draft_heads, gamma
-    )
+    reference = Reference(target, draft, budget, sinks, window, m, PROFILE.target_heads, PROFILE.draft_heads, gamma)
     expected = reference.generate(prompt, new)
     assert rows[0] == expected
     assert [row for step in selected for row in step] == [s for s in reference.sets if s is not None]
@@ -46,9 +44,7 @@ def run_both(target, draft, prompt, *, budget, mode, gamma, new, selected, sinks
 @pytest.mark.parametrize("mode", ["hybrid", "target", "draft"])
 def test_engine_equals_literal_reference(pair, kind, mode, selected):
     prompt = random_prompts([41], seed=5)[0]
-    out = run_both(
-        pair.target, pair.drafts[kind], prompt, budget=12, mode=mode, gamma=3, new=14, selected=selected
-    )
+    out = run_both(pair.target, pair.drafts[kind], prompt, budget=12, mode=mode, gamma=3, new=14, selected=selected)
     assert out.stats.kv_read_share < 1
 
 

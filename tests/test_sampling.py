@@ -1,4 +1,4 @@
-"""Speculative sampling: the law of the target at full budget, whatever the draft, its vocabulary, and the processors."""
+"""Speculative sampling: the law of the target at full budget, whatever draft, vocabulary and processors."""
 
 import itertools
 
@@ -45,7 +45,7 @@ SAMPLING = {
 
 @pytest.mark.parametrize("sampling", SAMPLING.values(), ids=SAMPLING)
 @pytest.mark.parametrize("draft", ["other", "smaller vocabulary", "larger vocabulary", "self"])
-def test_law_of_the_target(family, sampling, draft):
+def test_law_of_the_target_p19_p20(family, sampling, draft):
     """P-19, P-20: chi-square over all outcomes of three tokens; 20,000 runs; nothing outside the kept set, ever."""
     options = {"hidden_size": 32, "num_hidden_layers": 1, "eos_token_id": None, "initializer_range": 0.3}
     target = tiny_model(family, 0, vocab_size=8, **options)

@@ -1,0 +1,120 @@
+"""DustinConfig, DustinProfile, and the registry of policies: round trips, defaults, refusals."""
+
+import json
+
+import pytest
+import torch
+from helpers import dustin
+
+from dustin_hf import DustinConfig, DustinProfile, Selection, SelectionPolicy, register_policy
+from dustin_hf.drafting import streaming_slots
+from dustin_hf.profile import PROFILE_NAME, config_hash
+from dustin_hf.selection import _FACTORIES, policy_names
+from dustin_hf.testing import random_prompts, tiny_model
+
+
+def test_config_round_trip():
+    config = DustinConfig.from_cache_config({"budget": 64, "mode": "draft", "draft_share": 0.5})
+    assert DustinConfig.from_cache_config(config.to_dict()) == config
+    assert DustinConfig.from_cache_config(None) == DustinConfig()
+
+
+def test_cache_config_of_the_user_is_left_alone(pair):
+    options = {"budget": 64, "sinks": 2}
+    dustin(pair.target, pair.M, random_prompts([5]), config=options, new=3)
+    assert options == {"budget": 64, "sinks": 2}
+
+
+@pytest.mark.parametrize("value", [True, 3.0, "8", -1])
+def test_numbers_are_checked(value):
+    with pytest.raises(ValueError, match="`window` must be a non-negative integer"):
+        DustinConfig(window=value)
+
+
+def test_profile_round_trip(tmp_path):
+    profile = DustinProfile({1: (0, 3)}, {0: [1], 2: (2,)}, 0.625, 3, "abc", None)
+    path = profile.save_pretrained(tmp_path / "new")
+    assert path == tmp_path / "new" / PROFILE_NAME
+    assert json.loads(path.read_text())["schema_version"] == 1
+    for source in (tmp_path / "new", path, str(path)):
+        assert DustinProfile.from_pretrained(source) == profile
+
+
+def test_profile_from_the_hub(tmp_path, monkeypatch):
+    profile = DustinProfile({1: (0,)}, {0: (1,)})
+    path = profile.save_pretrained(tmp_path)
+    asked = []
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *a, **k: asked.append((a, k)) or str(path))
+    assert DustinProfile.from_pretrained("someone/profile", revision="main") == profile
+    assert asked == [(("someone/profile", PROFILE_NAME), {"revision": "main"})]
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"schema_version": 2}, "`schema_version` of a profile must be 1, got 2"),
+        ({"draft_share": -0.1}, "`draft_share`"),
+        ({"target_heads": {}}, "`target_heads` must name at least one head"),
+        ({"draft_heads": {0: ()}}, "`draft_heads` must name at least one head"),
+        ({"num_assistant_tokens": 0}, "`num_assistant_tokens`"),
+        ({"nonsense": 1}, "is not a Dustin profile"),
+    ],
+)
+def test_bad_profile_files(tmp_path, changes, message):
+    path = DustinProfile({1: (0,)}, {0: (1,)}).save_pretrained(tmp_path)
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    with pytest.raises(ValueError, match=message):
+        DustinProfile.from_pretrained(tmp_path)
+
+
+def test_default_profile_is_as_stated():
+    target = tiny_model(num_hidden_layers=5).config
+    profile = DustinProfile.default(target, tiny_model().config)
+    assert profile.target_heads == {3: (0, 1, 2, 3)} and profile.draft_heads == {1: (0, 1, 2, 3)}
+    assert profile.draft_share == 0.75 and profile.num_assistant_tokens is None
+    profile.check_pair(target, tiny_model().config)
+
+
+def test_config_hash_is_of_the_shape():
+    assert config_hash(tiny_model(seed=0).config) == config_hash(tiny_model(seed=1).config)
+    assert config_hash(tiny_model().config) != config_hash(tiny_model(vocab_size=168).config)
+    assert config_hash(tiny_model().config) != config_hash(tiny_model("llama").config)
+
+
+@pytest.mark.parametrize("sinks, size", [(0, 4), (2, 5), (4, 4), (3, 8)])
+def test_streaming_slots(sinks, size):
+    """MagicDec: the first sinks and the most recent size - sinks, each slot once."""
+    lengths = torch.tensor([-1, 0, 1, 2, 3, 4, 5, 6, 9, 30])
+    slots = streaming_slots(lengths, sinks, size)
+    assert slots.shape == (1, len(lengths), 1, size) and slots.dtype == torch.int32
+    for row, n in zip(slots[0, :, 0].tolist(), lengths.tolist()):
+        expected = {i for i in range(max(n, 0)) if i < sinks or i >= n - (size - sinks)}
+        used = [i for i in row if i >= 0]
+        assert sorted(used) == sorted(expected)
+
+
+class EveryOther(SelectionPolicy):
+    """Even slots for layer 0, odd ones for layer 1; and each head its own set."""
+
+    def select(self, signals):
+        slots = torch.arange(signals.target_cache.capacity)
+        sets = []
+        for parity in (0, 1):
+            chosen = (slots % 2 == parity) & (slots < signals.lengths[:, None])
+            sets.append(torch.where(chosen, slots, -1)[:, None].expand(-1, 2, -1))
+        return Selection(torch.stack(sets).int(), layer_sets=(0, 1))
+
+
+def test_policies_of_others(pair):
+    """The interface is wider than Dustin: sets per layer group and per head, under a name of one's own."""
+    register_policy("every-other", lambda context: EveryOther())
+    try:
+        assert "every-other" in policy_names()
+        with pytest.raises(ValueError, match="'every-other' is already a selection policy"):
+            register_policy("every-other", lambda context: EveryOther())
+        rows, out = dustin(pair.target, pair.M, random_prompts([40, 80]), config={"mode": "every-other"}, new=12)
+        steps = len(out.stats.committed[1])
+        assert 0.5 < out.stats.kv_read_share < 0.5 + 1 / steps + 0.1
+        assert rows != dustin(pair.target, pair.M, random_prompts([40, 80]), new=12)[0]
+    finally:
+        del _FACTORIES["every-other"]

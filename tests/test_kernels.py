@@ -1,0 +1,249 @@
+"""The naive twins against loops that are slower still; NaN-poisoned memory; awkward shapes."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from dustin_hf.kernels.full_attention import naive_full_attention
+from dustin_hf.kernels.kv_append import naive_kv_append
+from dustin_hf.kernels.sparse_attention import naive_sparse_attention
+from dustin_hf.kernels.srh_score import naive_srh_score
+from dustin_hf.kernels.topk_select import naive_topk_select
+from dustin_hf.testing import assert_close
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory(monkeypatch):
+    """An output element that is never written is NaN."""
+    for name in ("empty", "empty_like"):
+        make = getattr(torch, name)
+
+        def poisoned(*args, make=make, **kwargs):
+            out = make(*args, **kwargs)
+            return out.fill_(float("nan")) if out.is_floating_point() else out
+
+        monkeypatch.setattr(torch, name, poisoned)
+
+
+def storage(batch, heads, capacity, dim, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(batch, heads, capacity, dim, generator=generator).to(dtype) for _ in range(2)]
+
+
+def queries(batch, new, heads, dim, dtype=torch.float32):
+    return torch.randn(batch, new, heads, dim, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
+def literal_attention(q, k, v, slots_of, scale):
+    """One query, one head, one slot at a time. `slots_of(b, h, i)` lists what a query sees."""
+    batch, new, q_heads, dim = q.shape
+    group = q_heads // k.shape[1]
+    out, lse = torch.zeros(q.shape), torch.full(q.shape[:3], -math.inf)
+    for b in range(batch):
+        for i in range(new):
+            for h in range(q_heads):
+                slots = slots_of(b, h // group, i)
+                if slots:
+                    scores = torch.stack([q[b, i, h].float() @ k[b, h // group, s].float() for s in slots]) * scale
+                    values = torch.stack([v[b, h // group, s].float() for s in slots])
+                    out[b, i, h] = scores.softmax(0) @ values
+                    lse[b, i, h] = scores.logsumexp(0)
+    return out, lse
+
+
+SHAPES = [  # new, q_heads, kv_heads, dim, starts
+    pytest.param(1, 4, 4, 64, (0, 5, 63), id="L1-G1-D64"),
+    pytest.param(5, 12, 2, 16, (63, 1, 20), id="L5-G6-D16"),
+    pytest.param(2, 14, 2, 8, (-1, 0, 30), id="L2-G7-negative-start"),
+    pytest.param(4, 3, 3, 80, (17,), id="L4-G1-D80"),
+]
+
+
+@pytest.mark.parametrize("new, q_heads, kv_heads, dim, starts", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_full_attention(new, q_heads, kv_heads, dim, starts, dtype):
+    batch, start = len(starts), torch.tensor(starts)
+    k, v = storage(batch, kv_heads, 70, dim, dtype)
+    q = queries(batch, new, q_heads, dim, dtype)
+    o, lse = naive_full_attention(q, k, v, start, dim**-0.5)
+    expected, expected_lse = literal_attention(q, k, v, lambda b, h, i: list(range(starts[b] + i + 1)), dim**-0.5)
+    assert o.dtype == dtype and lse.dtype == torch.float32
+    assert_close("o", expected, o)
+    empty = expected_lse == -math.inf
+    assert torch.equal(lse == -math.inf, empty) and not o[empty].any()
+    assert_close("lse", expected_lse[~empty], lse[~empty])
+
+
+@pytest.mark.parametrize("new, q_heads, kv_heads, dim, starts", SHAPES)
+@pytest.mark.parametrize("per_head", [False, True])
+@pytest.mark.parametrize("chosen", [0, 1, 9])
+def test_sparse_attention(new, q_heads, kv_heads, dim, starts, per_head, chosen):
+    batch, start = len(starts), torch.tensor(starts)
+    k, v = storage(batch, kv_heads, 70, dim)
+    q = queries(batch, new, q_heads, dim)
+    generator = torch.Generator().manual_seed(2)
+    indices = torch.full((batch, kv_heads if per_head else 1, chosen), -1, dtype=torch.int32)
+    for b, length in enumerate(starts):
+        for h in range(indices.shape[1]):
+            picked = torch.randperm(max(length, 0), generator=generator)[: max(0, chosen - 2)]
+            # unused places between used ones
+            indices[b, h, torch.randperm(chosen, generator=generator)[: len(picked)]] = picked.int()
+
+    def slots(b, h, i):
+        own = [s for s in range(starts[b], starts[b] + i + 1) if s >= 0]
+        return [s for s in indices[b, h if per_head else 0].tolist() if s >= 0] + own
+
+    o, lse = naive_sparse_attention(q, k, v, indices, start, dim**-0.5)
+    expected, expected_lse = literal_attention(q, k, v, slots, dim**-0.5)
+    empty = expected_lse == -math.inf
+    assert_close("o", expected, o)
+    assert torch.equal(lse == -math.inf, empty) and not o[empty].any()
+    assert_close("lse", expected_lse[~empty], lse[~empty])
+
+
+def test_all_slots_chosen_is_full_attention():
+    """The top identity: sparse over everything equals full."""
+    k, v = storage(3, 2, 70, 16)
+    start = torch.tensor([0, 13, 60])
+    q = queries(3, 5, 14, 16)
+    slots = torch.arange(60).expand(3, 1, -1)
+    indices = torch.where(slots < start[:, None, None], slots, -1).int()
+    full, sparse = naive_full_attention(q, k, v, start, 0.25), naive_sparse_attention(q, k, v, indices, start, 0.25)
+    for name, a, b in zip(("o", "lse"), full, sparse):
+        assert_close(name, a, b)
+
+
+def test_stale_slots_do_not_matter():
+    """What lies behind a row's new tokens changes nothing, however large."""
+    k, v = storage(2, 2, 40, 8)
+    start = torch.tensor([7, 20])
+    q = queries(2, 3, 4, 8)
+    indices = torch.tensor([[[1, 3, 5]], [[0, 19, 7]]], dtype=torch.int32)
+    before = naive_full_attention(q, k, v, start, 1.0), naive_sparse_attention(q, k, v, indices, start, 1.0)
+    for b, length in enumerate((10, 23)):
+        k[b, :, length:] = v[b, :, length:] = 1e30
+    after = naive_full_attention(q, k, v, start, 1.0), naive_sparse_attention(q, k, v, indices, start, 1.0)
+    assert all(torch.equal(x, y) for a, b in zip(before, after) for x, y in zip(a, b))
+
+
+def test_large_scores_in_half_precision_p44():
+    """P-44: keys with large biases (Qwen2) overflow a half-precision product; scores are float32 inside."""
+    k, v = storage(1, 2, 30, 64, torch.float16)
+    q = queries(1, 3, 12, 64, torch.float16)
+    k, q = k + 300, q + 30
+    start, indices = torch.tensor([20]), torch.arange(20, dtype=torch.int32).view(1, 1, -1)
+    for o, _ in (
+        naive_full_attention(q, k, v, start, 0.125),
+        naive_sparse_attention(q, k, v, indices, start, 0.125),
+    ):
+        assert o.isfinite().all()
+        expected = naive_full_attention(q.double().float(), k.float(), v.float(), start, 0.125)[0]
+        assert_close("o", expected, o)
+
+
+@pytest.mark.parametrize("group", [1, 2, 7])
+@pytest.mark.parametrize("counts", [(3, 3, 3), (0, 1, 3)])
+def test_srh_score(group, counts):
+    lengths, heads = (1, 13, 30), [0, 2 * group - 1, group, 1 % group]
+    k, _ = storage(3, 2, 32, 16)
+    q = queries(3, 3, len(heads), 16)
+    kv_heads = torch.tensor(heads) // group
+    scores = naive_srh_score(q, k, kv_heads, torch.tensor(lengths), torch.tensor(counts), 0.25)
+    expected = torch.zeros(3, 32)
+    for b, (length, count) in enumerate(zip(lengths, counts)):
+        for i in range(count):
+            for h in range(len(heads)):
+                expected[b, :length] += ((k[b, kv_heads[h], :length] @ q[b, i, h]) * 0.25).softmax(0)
+    assert_close("scores", expected, scores)
+    assert scores.sum(1).tolist() == pytest.approx([c * len(heads) for c in counts], rel=1e-5)
+    assert not scores[0, 1:].any() and not scores[1, 13:].any()
+
+
+def test_srh_score_of_an_empty_row():
+    k, _ = storage(2, 2, 8, 4)
+    one = torch.ones(2, dtype=torch.long)
+    scores = naive_srh_score(queries(2, 1, 2, 4), k, torch.tensor([0, 1]), torch.tensor([0, 3]), one, 1.0)
+    assert not scores[0].any() and scores[1].sum() == pytest.approx(2)
+
+
+def literal_select(draft, target, length, m, sinks, window, k):
+    chosen = [i for i in range(length) if i < sinks or i >= length - window]
+    for scores, quota in ((draft, m), (target, k)):
+        rest = sorted((i for i in range(length) if i not in chosen), key=lambda i: (-scores[i], i))
+        chosen += rest[: min(quota, k - len(chosen))]
+    return sorted(chosen)
+
+
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize("sinks, window, k", [(0, 0, 1), (2, 3, 6), (2, 3, 5), (4, 16, 21), (0, 5, 40), (3, 0, 9)])
+def test_topk_select(ties, sinks, window, k):
+    lengths = [0, 1, 2, 5, 6, 7, 20, 21, 40, 50]
+    generator = torch.Generator().manual_seed(3)
+    draft, target = torch.rand(2, len(lengths), 50, generator=generator)
+    if ties:
+        draft, target = (draft * 3).floor(), (target * 2).floor()
+    for m in (0, 1, 4, k, 100):
+        quota = torch.tensor([m if i % 3 else 0 for i in range(len(lengths))])
+        out = naive_topk_select(draft, target, torch.tensor(lengths), quota, sinks, window, k)
+        assert out.shape == (len(lengths), k) and out.dtype == torch.int32
+        for row, length in enumerate(lengths):
+            expected = literal_select(
+                draft[row].tolist(), target[row].tolist(), length, quota[row].item(), sinks, window, k
+            )
+            assert out[row].tolist() == expected + [-1] * (k - len(expected))
+            assert len(expected) == min(length, k)
+
+
+def test_kv_append():
+    keys, values = storage(3, 2, 10, 4)
+    before = keys.clone(), values.clone()
+    k, v = storage(3, 2, 3, 4, seed=9)
+    start = torch.tensor([-2, 4, 8])
+    naive_kv_append(keys, values, k, v, start)
+    for stored, old, new in ((keys, before[0], k), (values, before[1], v)):
+        expected = old.clone()
+        for b in range(3):
+            for i in range(3):
+                if 0 <= start[b] + i < 10:
+                    expected[b, :, start[b] + i] = new[b, :, i]
+        assert torch.equal(stored, expected)
+
+
+@pytest.mark.parametrize(
+    "op, args, message",
+    [
+        (naive_kv_append, ((1, 2, 8, 4), (1, 2, 8, 4), (1, 3, 1, 4), (1, 3, 1, 4), (1,)), "k must be"),
+        (naive_kv_append, ((1, 2, 8, 4), (1, 2, 7, 4), (1, 2, 1, 4), (1, 2, 1, 4), (1,)), "must agree"),
+        (naive_full_attention, ((1, 1, 5, 4), (1, 2, 8, 4), (1, 2, 8, 4), (1,), 1.0), "multiple of H"),
+        (naive_full_attention, ((1, 1, 4, 4), (1, 2, 8, 4), (1, 2, 8, 4), (2,), 1.0), "start must"),
+        (naive_full_attention, ((1, 1, 4, 4), (1, 2, 8, 4), (1, 2, 8, 5), (1,), 1.0), "one shape"),
+        (naive_sparse_attention, ((1, 1, 4, 4), (1, 2, 8, 4), (1, 2, 8, 4), (1, 3, 5), (1,), 1.0), "indices must"),
+        (naive_srh_score, ((1, 1, 4, 4), (1, 2, 8, 5), (4,), (1,), (1,), 1.0), "q must"),
+        (naive_srh_score, ((1, 1, 4, 4), (1, 2, 8, 4), (3,), (1,), (1,), 1.0), "kv_heads must"),
+        (naive_topk_select, ((1, 8), (1, 9), (1,), (1,), 1, 1, 4), "one shape"),
+        (naive_topk_select, ((1, 8), (1, 8), (2,), (2,), 1, 1, 4), "lengths and draft_quota"),
+        (naive_topk_select, ((1, 8), (1, 8), (1,), (1,), 3, 2, 4), "protected tokens, 3 sinks"),
+    ],
+)
+def test_wrong_shapes(op, args, message):
+    tensors = [torch.zeros(a, dtype=torch.long if len(a) == 1 else None) if isinstance(a, tuple) else a for a in args]
+    with pytest.raises(ValueError, match=message):
+        op(*tensors)
+
+
+def test_assert_close_can_fail():
+    x = torch.randn(4, 5)
+    assert_close("same", x, x.clone())
+    for bad, message in ((x + 1e-3, "relative RMS"), (x[:3], "shape"), (x * float("nan"), "NaN")):
+        with pytest.raises(AssertionError, match=message):
+            assert_close("bad", x, bad)
+
+
+def test_each_op_is_a_folder_with_a_naive_twin():
+    root = Path(__file__).parents[1] / "kernels"
+    ops = sorted(path.name for path in root.iterdir() if path.is_dir() and not path.name.startswith("_"))
+    assert ops == ["full_attention", "kv_append", "sparse_attention", "srh_score", "topk_select"]
+    for op in ops:
+        assert {"__init__.py", "naive.py"} <= {path.name for path in (root / op).iterdir()}

@@ -1,0 +1,86 @@
+"""What the repository and the wheel contain, and the rules that keep the layout working."""
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import dustin_hf
+
+ROOT = Path(__file__).parents[1]
+LINKS = {
+    "kernels": "../kernels",
+    "model_patches": "../model_patches",
+    "eval": "../eval",
+    "demo_texts": "../examples/books",
+}
+
+
+def test_kernels_is_no_package():
+    """transformers asks for a module `kernels`; a regular package of that name at the root would be found instead."""
+    assert (ROOT / "kernels").is_dir() and not (ROOT / "kernels" / "__init__.py").exists()
+
+
+def test_links_are_links():
+    for name, target in LINKS.items():
+        path = ROOT / "dustin_hf" / name
+        assert path.is_symlink() and path.readlink() == Path(target)
+
+
+def test_tests_are_no_package():
+    assert not (ROOT / "tests" / "__init__.py").exists() and not (ROOT / "conftest.py").exists()
+
+
+def test_public_names():
+    assert (
+        dustin_hf.__all__
+        == sorted(dustin_hf.__all__, key=lambda n: (n[0].islower(), n))
+        == [
+            "DustinCache",
+            "DustinConfig",
+            "DustinGenerateOutput",
+            "DustinHandle",
+            "DustinProfile",
+            "GenerationStats",
+            "Selection",
+            "SelectionPolicy",
+            "Signals",
+            "UnsupportedModelError",
+            "disable",
+            "enable",
+            "register_policy",
+        ]
+    )
+    for name in dustin_hf.__all__:
+        assert getattr(dustin_hf, name).__doc__
+    assert set(dir(dustin_hf)) == set(dustin_hf.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        dustin_hf.nothing  # noqa: B018
+
+
+def test_file_sizes():
+    """One job a file: 400 lines, 600 for kernels, 150 for an architecture."""
+    for path in ROOT.rglob("*.py"):
+        parts = path.relative_to(ROOT).parts
+        if parts[0] not in ("dustin_hf", "kernels", "model_patches", "eval", "tests", "examples") or path.is_symlink():
+            continue
+        limit = 600 if parts[0] == "kernels" else 400
+        assert len(path.read_text().splitlines()) <= limit, path
+
+
+@pytest.mark.wheel
+def test_wheel_holds_the_tree(tmp_path):
+    subprocess.run([sys.executable, "-m", "build", "--wheel", "-o", str(tmp_path), str(ROOT)], check=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    names = {n for n in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in n}
+    expected = {"dustin_hf/py.typed"}
+    for folder in ("dustin_hf", *LINKS):
+        base = ROOT / "dustin_hf" if folder == "dustin_hf" else ROOT / "dustin_hf" / folder
+        for path in base.resolve().rglob("*"):
+            if path.suffix in (".py", ".json", ".txt") and "__pycache__" not in path.parts:
+                inside = path.relative_to(base.resolve())
+                expected.add(str(Path("dustin_hf") / (inside if folder == "dustin_hf" else Path(folder) / inside)))
+    assert names == expected
+    assert {"dustin_hf/kernels/srh_score/naive.py", "dustin_hf/demo_texts/katrine.txt"} <= names

@@ -1,0 +1,110 @@
+"""Logits processors: every block position sees the prefix and the row index that stock shows it."""
+
+import pytest
+import torch
+from helpers import assert_rows_equal_plain, dustin
+from transformers import LogitsProcessor, LogitsProcessorList, MinNewTokensLengthLogitsProcessor
+
+from dustin_hf.processing import process_block
+from dustin_hf.testing import left_pad, random_prompts
+
+PENALTIES = {
+    "repetition": {"repetition_penalty": 1.5},
+    "ngram": {"no_repeat_ngram_size": 2},
+    "both": {"repetition_penalty": 1.5, "no_repeat_ngram_size": 2},
+    "bias": {"sequence_bias": [[[17], 4.0], [[5, 9], 6.0]], "bad_words_ids": [[20], [30, 31]]},
+    "suppress": {"suppress_tokens": [5, 6, 7], "begin_suppress_tokens": [11, 12]},
+    "decay": {"exponential_decay_length_penalty": (4, 1.6), "forced_eos_token_id": 2},
+}
+
+
+@pytest.mark.parametrize("kind", ["S", "M", "self"])
+@pytest.mark.parametrize("options", PENALTIES.values(), ids=PENALTIES)
+def test_processors_of_the_config_p12(pair, kind, options):
+    """P-12: at every position equal to plain generate, whose own loop adds one token at a time."""
+    out = assert_rows_equal_plain(pair.target, pair.drafts[kind], random_prompts([12, 30, 5]), **options, new=30)
+    assert out.stats.tau > 1
+
+
+class Recorder(LogitsProcessor):
+    """Raises one token by the length of the prefix and the row's own last token; remembers what it saw."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __call__(self, input_ids, scores):
+        self.calls.append((input_ids.clone(), scores.shape, scores.dtype))
+        scores = scores.clone()
+        rows = torch.arange(len(input_ids))
+        scores[rows, (input_ids[:, -1] * 7 + input_ids.shape[1] + rows) % scores.shape[1]] += 5.0
+        return scores
+
+
+def stock_batch(target, prompts, processor, new):
+    """Stock generate on the same left-padded batch: the oracle for processors that know rows by index."""
+    out = target.generate(
+        **left_pad(prompts),
+        logits_processor=LogitsProcessorList([processor]),
+        max_new_tokens=new,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    return out[:, max(map(len, prompts)) :].tolist()
+
+
+@pytest.mark.parametrize("kind", ["S", "D", "M"])
+def test_user_processor_sees_prefix_and_row(pair, kind):
+    prompts = random_prompts([12, 30, 5])
+    recorder = Recorder()
+    rows, out = dustin(
+        pair.target,
+        pair.drafts[kind],
+        prompts,
+        logits_processor=LogitsProcessorList([recorder]),
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    assert rows == stock_batch(pair.target, prompts, Recorder(), 24)
+    assert {shape for _, shape, _ in recorder.calls} == {(3, 160)}
+    assert {dtype for _, _, dtype in recorder.calls} == {torch.float32}
+    # the widths start at the prompt and never reach the limit
+    widths = [ids.shape[1] for ids, _, _ in recorder.calls]
+    assert min(widths) == 30 and max(widths) == 30 + 24 - 1
+    # every prefix of the final text was shown for every row
+    final = [[0] * (30 - len(p)) + p + row for p, row in zip(prompts, rows)]
+    for row in range(3):
+        shown = {tuple(ids[row].tolist()) for ids, _, _ in recorder.calls}
+        assert all(tuple(final[row][:width]) in shown for width in range(30, 54))
+
+
+def test_list_is_left_alone_and_calls_repeat_p13(pair):
+    prompts = random_prompts([12, 30])
+    records = []
+    processors = LogitsProcessorList([Recorder()])
+    for _ in range(2):
+        processors[0].calls = []
+        rows, _ = dustin(pair.target, pair.M, prompts, logits_processor=processors)
+        records.append((rows, [ids.tolist() for ids, _, _ in processors[0].calls]))
+        assert len(processors) == 1
+    assert records[0] == records[1]
+
+
+def test_explicit_minimum_length_processor_p13(pair):
+    prompts = random_prompts([12, 30])
+    minimum = MinNewTokensLengthLogitsProcessor(30, 6, 2)
+    rows, _ = dustin(pair.target, pair.M, prompts, logits_processor=LogitsProcessorList([minimum]))
+    assert_rows_equal_plain(pair.target, pair.M, prompts, min_new_tokens=6)
+    assert rows == dustin(pair.target, pair.M, prompts, min_new_tokens=6)[0]
+
+
+def test_no_processors_costs_nothing():
+    logits = torch.randn(2, 3, 8)
+    assert process_block(LogitsProcessorList(), torch.zeros(2, 9), None, 9, logits) is logits
+
+
+def test_processed_scores_leave_logits_alone():
+    logits = torch.randn(2, 3, 8)
+    before = logits.clone()
+    process_block(LogitsProcessorList([Recorder()]), torch.zeros(2, 9, dtype=torch.long), [4, 6], 9, logits)
+    assert torch.equal(logits, before)

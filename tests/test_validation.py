@@ -1,0 +1,270 @@
+"""Bad input: an error that names the argument, what was expected, what came and what to do; nothing half-done stays."""
+
+import pytest
+import torch
+from helpers import plain
+from test_enabling import host_state, model_state
+from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration, TextStreamer
+
+import dustin_hf
+from dustin_hf import DustinCache, DustinProfile, UnsupportedModelError
+from dustin_hf._compat import CACHE_ARG
+from dustin_hf.profile import config_hash
+from dustin_hf.testing import left_pad, random_prompts, tiny_model
+
+PROMPTS = random_prompts([5, 12])
+ROPE = {"rope_theta": 10000.0, "factor": 4.0}
+
+
+def ids(*shape):
+    return torch.full(shape, 5, dtype=torch.long)
+
+
+def mask(*rows):
+    return torch.tensor(rows)
+
+
+class Tokenizer:
+    def __init__(self, *words):
+        self.words = words
+
+    def get_vocab(self):
+        return {word: i for i, word in enumerate(self.words)}
+
+
+# id -> (changes of the call, what the error says); the target is enabled, the draft is M
+CALLS = {
+    "beams": ({"num_beams": 2}, "greedily or by sampling"),
+    "beams sampled": ({"num_beams": 2, "do_sample": True}, "leave out `num_beams`"),
+    "no draft": ({"assistant_model": None}, "`assistant_model` is needed"),
+    "prompt lookup": ({"assistant_model": None, "prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens"),
+    "no cache": ({"use_cache": False}, "`use_cache=False`"),
+    "embeddings": ({"input_ids": None, "inputs_embeds": torch.randn(2, 5, 64)}, "`inputs_embeds`"),
+    "embeddings and ids": ({"inputs_embeds": torch.randn(2, 12, 64)}, "`inputs_embeds`"),
+    "empty prompt p64": ({"input_ids": ids(1, 0), "attention_mask": None}, r"`input_ids` must .* got shape \(1, 0\)"),
+    "empty prompts p64": ({"input_ids": ids(2, 0), "attention_mask": None}, r"got shape \(2, 0\)"),
+    "no rows p64": ({"input_ids": ids(0, 5), "attention_mask": None}, r"got shape \(0, 5\)"),
+    "empty row p64": (
+        {"input_ids": ids(2, 3), "attention_mask": mask([0, 0, 0], [1, 1, 1])},
+        r"no token in rows \[0\]",
+    ),
+    "right pads": (
+        {"input_ids": ids(2, 3), "attention_mask": mask([1, 1, 0], [1, 1, 1])},
+        r"rows \[0\] .* on the left",
+    ),
+    "holes": ({"input_ids": ids(2, 3), "attention_mask": mask([1, 1, 1], [1, 0, 1])}, r"rows \[1\] .* without holes"),
+    "mask shape": ({"input_ids": ids(2, 3), "attention_mask": mask([1, 1], [1, 1])}, "`attention_mask` must have"),
+    "positions": ({"position_ids": torch.arange(12).expand(2, -1) + 3}, "`position_ids` must count"),
+    "unknown option": ({"cache_config": {"budgt": 64}}, r"unknown keys \['budgt'\].*'budget', 'sinks'"),
+    "budget": ({"cache_config": {"budget": 20}}, r"`budget` must be at least sinks \+ window \+ 1 = 21, got 20"),
+    "negative sinks": ({"cache_config": {"sinks": -1}}, "`sinks` must be a non-negative integer, got -1"),
+    "share": ({"cache_config": {"draft_share": 1.5}}, "`draft_share` must be between 0 and 1, got 1.5"),
+    "mode": ({"cache_config": {"mode": "best"}}, r"`mode` must be one of .*'hybrid'.*got 'best'"),
+    "draft cache": ({"cache_config": {"draft_cache": "none"}}, "`draft_cache` must be one of"),
+    "gamma": ({"num_assistant_tokens": 0}, "`num_assistant_tokens` must be a positive integer, got 0"),
+    "gamma as option": ({"cache_config": {"num_assistant_tokens": 2.5}}, "positive integer, got 2.5"),
+    "schedule": ({"num_assistant_tokens_schedule": "heuristic"}, "use 'constant'"),
+    "guidance": ({"guidance_scale": 1.5}, "leave out `guidance_scale`"),
+    "ensemble": ({"assistant_ensemble_weight": 0.5}, "`assistant_ensemble_weight=0.5`"),
+    "scores": ({"return_dict_in_generate": True, "output_scores": True}, "`output_scores=True`"),
+    "logits": ({"return_dict_in_generate": True, "output_logits": True}, "`output_logits=True`"),
+    "attentions": ({"return_dict_in_generate": True, "output_attentions": True}, "`output_attentions=True`"),
+    "hidden": ({"return_dict_in_generate": True, "output_hidden_states": True}, "`output_hidden_states=True`"),
+    "synced gpus": ({"synced_gpus": True}, "`synced_gpus=True`"),
+    "capacity": ({"max_new_tokens": 10**10}, r"KV caches need [\d,]+ bytes, but cpu has [\d,]+ free"),
+    "two tokenizers": (
+        {"tokenizer": Tokenizer("a", "b"), "assistant_tokenizer": Tokenizer("b", "a")},
+        "must share one tokenizer",
+    ),
+    "cache": ({CACHE_ARG: DustinCache(2, 2, 40)}, "not supported yet: pass the whole prompt"),
+}
+
+
+@pytest.mark.parametrize("changes, message", CALLS.values(), ids=CALLS)
+def test_bad_calls(pair, changes, message):
+    forwards = []
+    states = host_state(), model_state(pair.target), model_state(pair.M)
+    hook = pair.target.model.register_forward_pre_hook(lambda *args: forwards.append(args))
+    with dustin_hf.enable(pair.target):
+        call = {
+            **left_pad(PROMPTS),
+            "assistant_model": pair.M,
+            "cache_implementation": "dustin",
+            "max_new_tokens": 4,
+            **changes,
+        }
+        with pytest.raises(ValueError, match=message):
+            pair.target.generate(**{k: v for k, v in call.items() if v is not None})
+        assert not forwards, "the error comes before any work"
+        hook.remove()
+        assert plain(pair.target, PROMPTS[0], new=3)
+    assert (host_state(), model_state(pair.target), model_state(pair.M)) == states
+
+
+def other_rope(**rope):
+    return {"rope_parameters": {**ROPE, **rope}}
+
+
+DRAFTS = {
+    "another tokenizer p23": ({"vocab_size": 4096}, "more than padding apart"),
+    "dynamic rope": (other_rope(rope_type="dynamic"), "`assistant_model` uses rope_type 'dynamic'"),
+}
+
+
+@pytest.mark.parametrize("overrides, message", DRAFTS.values(), ids=DRAFTS)
+def test_bad_drafts(pair, family, overrides, message):
+    with dustin_hf.enable(pair.target), pytest.raises(ValueError, match=message):
+        pair.target.generate(
+            **left_pad(PROMPTS),
+            assistant_model=tiny_model(family, 1, **overrides),
+            cache_implementation="dustin",
+            max_new_tokens=4,
+        )
+
+
+def test_unsupported_draft(pair):
+    draft = GPT2LMHeadModel(GPT2Config(vocab_size=160, n_embd=32, n_layer=1, n_head=2))
+    with dustin_hf.enable(pair.target), pytest.raises(UnsupportedModelError, match="`assistant_model` has .*'gpt2'"):
+        pair.target.generate(
+            **left_pad(PROMPTS), assistant_model=draft, cache_implementation="dustin", max_new_tokens=4
+        )
+
+
+def test_unsupported_targets():
+    gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=160, n_embd=32, n_layer=1, n_head=2))
+    t5 = T5ForConditionalGeneration(T5Config(vocab_size=160, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=2))
+    states = host_state()
+    for model, name in ((gpt2, "gpt2"), (t5, "t5")):
+        with pytest.raises(UnsupportedModelError, match=rf"'{name}'.*\['llama', 'qwen2'\]"):
+            dustin_hf.enable(model)
+    with pytest.raises(ValueError, match="`model` must be a transformers model"):
+        dustin_hf.enable(torch.nn.Linear(2, 2))
+    assert host_state() == states
+    dustin_hf.enable()
+    with pytest.raises(UnsupportedModelError, match="gpt2"):
+        gpt2.generate(ids(1, 3), assistant_model=gpt2, cache_implementation="dustin", max_new_tokens=3)
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        ({"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}, r"sliding-window .* layers \[1\]"),
+        (other_rope(rope_type="dynamic"), "`model` uses rope_type 'dynamic'"),
+    ],
+)
+def test_bad_targets(overrides, message):
+    """P-27: a window on some layers is refused."""
+    target = tiny_model("qwen2", **overrides)
+    with dustin_hf.enable(target), pytest.raises(ValueError, match=message):
+        target.generate(**left_pad(PROMPTS), assistant_model=target, cache_implementation="dustin", max_new_tokens=4)
+
+
+def test_window_that_is_off_is_fine_p27():
+    target = tiny_model("qwen2", use_sliding_window=False, sliding_window=16)
+    with dustin_hf.enable(target):
+        target.generate(**left_pad(PROMPTS), assistant_model=target, cache_implementation="dustin", max_new_tokens=4)
+
+
+def test_profiles_of_another_pair(pair):
+    heads = {"target_heads": {1: (0,)}, "draft_heads": {1: (0,)}}
+    other = tiny_model(num_hidden_layers=3).config
+    bad = {
+        "another target: config hash": DustinProfile(**heads, target_hash=config_hash(other)),
+        "another draft: config hash": DustinProfile(**heads, draft_hash=config_hash(other)),
+        r"heads \(4,\) of target layer 1": DustinProfile(target_heads={1: (4,)}, draft_heads={1: (0,)}),
+        r"heads \(0,\) of draft layer 2": DustinProfile(target_heads={1: (0,)}, draft_heads={2: (0,)}),
+    }
+    for message, profile in bad.items():
+        with dustin_hf.enable(pair.target, profile=profile), pytest.raises(ValueError, match=message):
+            pair.target.generate(
+                **left_pad(PROMPTS), assistant_model=pair.M, cache_implementation="dustin", max_new_tokens=4
+            )
+    good = DustinProfile(**heads, target_hash=config_hash(pair.target.config), draft_hash=config_hash(pair.M.config))
+    with dustin_hf.enable(pair.target, profile=good):
+        pair.target.generate(
+            **left_pad(PROMPTS), assistant_model=pair.M, cache_implementation="dustin", max_new_tokens=4
+        )
+
+
+def test_bad_profiles():
+    with pytest.raises(ValueError, match="`profile` belongs to one pair"):
+        dustin_hf.enable(profile=DustinProfile({0: (0,)}, {0: (0,)}))
+    with pytest.raises(ValueError, match="`profile` must be a DustinProfile"):
+        dustin_hf.enable(tiny_model(), profile=3)
+
+
+def test_dustin_cache_in_a_plain_call(pair):
+    with dustin_hf.enable(pair.target), pytest.raises(ValueError, match="plain decoding cannot read"):
+        pair.target.generate(ids(1, 3), **{CACHE_ARG: DustinCache(2, 1, 40)}, max_new_tokens=3)
+
+
+def test_stock_streamer_refuses_a_batch_itself_p16(pair):
+    with dustin_hf.enable(pair.target), pytest.raises(ValueError, match="batch size 1"):
+        pair.target.generate(
+            **left_pad(PROMPTS),
+            assistant_model=pair.M,
+            cache_implementation="dustin",
+            streamer=TextStreamer(None),
+            max_new_tokens=3,
+        )
+
+
+class RecordingStreamer:
+    def __init__(self):
+        self.values, self.ends = [], 0
+
+    def put(self, value):
+        self.values.append(value.tolist())
+
+    def end(self):
+        self.ends += 1
+
+
+@pytest.mark.parametrize("kind", ["S", "M", "self"])
+def test_streamer_of_one_row_p16(pair, kind):
+    streamer = RecordingStreamer()
+    with dustin_hf.enable(pair.target):
+        out = pair.target.generate(
+            input_ids=torch.tensor([PROMPTS[0]]),
+            assistant_model=pair.drafts[kind],
+            cache_implementation="dustin",
+            streamer=streamer,
+            max_new_tokens=20,
+            do_sample=False,
+        )
+    assert streamer.values[0] == [PROMPTS[0]] and streamer.ends == 1
+    assert [token for value in streamer.values[1:] for token in value] == out[0, len(PROMPTS[0]) :].tolist()
+
+
+@pytest.mark.parametrize("call", ["one token", "tokens of one and fifty", "from bos"])
+def test_short_prompts_p64(pair, call):
+    prompts = {"one token": [[9], [11]], "tokens of one and fifty": random_prompts([1, 50]), "from bos": [[1]]}[call]
+    inputs = {} if call == "from bos" else left_pad(prompts)
+    with dustin_hf.enable(pair.target):
+        out = pair.target.generate(
+            **inputs, assistant_model=pair.M, cache_implementation="dustin", max_new_tokens=12, do_sample=False
+        )
+    width = max(map(len, prompts))
+    for row, prompt in zip(out[:, width:].tolist(), prompts):
+        expected = plain(pair.target, prompt, new=12)
+        assert row[: len(expected)] == expected
+
+
+def test_rows_of_logits_p65(pair):
+    """P-65: prefill computes no logits at all, verification gamma + 1 positions of each row."""
+    rows = []
+    hook = pair.target.lm_head.register_forward_hook(lambda module, args, out: rows.append(tuple(out.shape[:2])))
+    with dustin_hf.enable(pair.target):
+        out = pair.target.generate(
+            **left_pad(random_prompts([3000, 7])),
+            assistant_model=pair.M,
+            cache_implementation="dustin",
+            num_assistant_tokens=4,
+            max_new_tokens=12,
+            eos_token_id=None,
+            pad_token_id=0,
+            return_dict_in_generate=True,
+        )
+    hook.remove()
+    assert len(rows) == out.stats.target_calls
+    assert set(rows) <= {(2, n) for n in range(1, 6)} and rows[0] == (2, 5)
