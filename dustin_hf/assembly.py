@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from transformers.utils import logging
 
 from dustin_hf.cache import DustinCache
 from dustin_hf.config import DEFAULT_NUM_ASSISTANT_TOKENS, DustinConfig, check_num_assistant_tokens
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
     from transformers.generation.logits_process import LogitsProcessorList
     from transformers.generation.stopping_criteria import StoppingCriteriaList
+
+logger = logging.get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,10 @@ def assemble(
     config = DustinConfig.from_cache_config(generation_config.cache_config)
     target_config, draft_config = (m.config.get_text_config(decoder=True) for m in (target, draft))
     if profile is None:
+        logger.warning_once(  # type: ignore[attr-defined]  # transformers adds it
+            "No Dustin profile was given: an untuned default estimates attention. Use "
+            "dustin_hf.enable(model, profile=...) with one made for this pair."
+        )
         profile = DustinProfile.default(target_config, draft_config)
     profile.check_pair(target_config, draft_config)
     gamma = _resolve_gamma(num_assistant_tokens, config, profile, draft)

