@@ -12,11 +12,14 @@ if TYPE_CHECKING:
     from dustin_hf.profile import DustinProfile
     from dustin_hf.selection import Selection, SelectionPolicy, Signals, register_policy
     from dustin_hf.stats import GenerationStats
+    from dustin_hf.streaming import BatchStreamer, BatchTextStreamer
 
 __version__ = "0.1.0"
 
 # Imported on first use: importing dustin_hf patches nothing and stays fast.
 _HOME = {
+    "BatchStreamer": "streaming",
+    "BatchTextStreamer": "streaming",
     "DustinCache": "cache",
     "DustinConfig": "config",
     "DustinGenerateOutput": "generation",
@@ -33,6 +36,8 @@ _HOME = {
 }
 
 __all__ = [
+    "BatchStreamer",
+    "BatchTextStreamer",
     "DustinCache",
     "DustinConfig",
     "DustinGenerateOutput",

@@ -1,5 +1,6 @@
 """From the arguments of one call to everything its steps need: options, caches, policy, proposer, state."""
 
+import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -7,16 +8,26 @@ import torch
 from transformers.utils import logging
 
 from dustin_hf.cache import DustinCache
+from dustin_hf.collecting import ColumnCollector
 from dustin_hf.config import DEFAULT_NUM_ASSISTANT_TOKENS, DustinConfig, check_num_assistant_tokens
-from dustin_hf.drafting import ModelProposer
+from dustin_hf.drafting import ModelProposer, PromptLookupProposer, Proposer, input_device
 from dustin_hf.model_patches.families import family_of
+from dustin_hf.prefill import held_prefixes, prefill
 from dustin_hf.processing import for_drafts
 from dustin_hf.profile import DustinProfile, Heads
 from dustin_hf.scoring import HeadScorer
 from dustin_hf.selection import PolicyContext, build_policy
 from dustin_hf.step import DecodeState, StepParts
 from dustin_hf.stopping import Ending
-from dustin_hf.validation import check_capacity, check_position_ids, check_processors, kv_bytes_per_token, pads_of
+from dustin_hf.validation import (
+    check_cache,
+    check_capacity,
+    check_criteria,
+    check_position_ids,
+    check_processors,
+    kv_bytes_per_token,
+    pads_of,
+)
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
@@ -34,22 +45,52 @@ class Call:
         parts: what its steps share.
         state: where its rows stand.
         pads: pads at the start of each prompt.
+        held: tokens of each prompt that the target's cache holds already.
+        draft_held: the same of the assistant's own cache.
         gamma: most tokens drafted in a step.
         config: the options.
         kv_bytes_per_token: of the target.
+        prefill_chunk_size: most tokens per forward of the prefill; None for the default.
     """
 
     parts: StepParts
     state: DecodeState
     pads: list[int]
+    held: list[int]
+    draft_held: list[int]
     gamma: int
     config: DustinConfig
     kv_bytes_per_token: int
+    prefill_chunk_size: int | None
+
+    def prefill(self) -> None:
+        """Fill the caches with the prompts."""
+        parts, proposer, width = self.parts, self.parts.proposer, int(self.state.first[0])
+        prompts = self.state.sequences[:, :width]
+        prefill(parts.target, parts.cache, prompts, self.pads, self.held, self.prefill_chunk_size)
+        if isinstance(proposer, ModelProposer) and proposer.cache is not parts.cache:
+            prompts = proposer.embeddable(prompts).to(input_device(proposer.model))
+            prefill(proposer.model, proposer.cache, prompts, self.pads, self.draft_held, self.prefill_chunk_size)
+
+    def keep(self) -> None:
+        """Leave the cache ready for a next call: with the tokens it holds, and the assistant's own beside it."""
+        cache, proposer = self.parts.cache, self.parts.proposer
+        sequences = self.state.sequences
+        slots = torch.arange(cache.capacity, device=sequences.device)
+        columns = torch.tensor(self.pads, device=sequences.device)[:, None] + slots
+        cache.tokens = sequences.gather(1, columns.clamp(max=sequences.shape[1] - 1))
+        if isinstance(proposer, ModelProposer) and proposer.cache is not cache:
+            cache.draft, cache.draft_model = proposer.cache, weakref.ref(proposer.model)
+
+    def abandon(self) -> None:
+        """After an error: a cache that the user gave holds what of it is still true."""
+        cache = self.parts.cache
+        cache.lengths, cache.draft = torch.tensor(self.held, device=cache.lengths.device), None
 
 
 def assemble(
     target: "PreTrainedModel",
-    draft: "PreTrainedModel",
+    draft: "PreTrainedModel | None",
     input_ids: torch.Tensor,
     logits_processor: "LogitsProcessorList",
     stopping_criteria: "StoppingCriteriaList",
@@ -59,12 +100,13 @@ def assemble(
     num_assistant_tokens: int | None,
     attention_mask: torch.Tensor | None,
     position_ids: torch.Tensor | None,
+    cache: DustinCache | None,
 ) -> Call:
     """Check the inputs, resolve the options, allocate.
 
     Args:
         target: the model that `generate` was called on.
-        draft: a model of the same tokenizer, or the target itself.
+        draft: a model of the same tokenizer, or the target itself; None to look drafts up in the text.
         input_ids: left-padded prompts, `[B, W]`.
         logits_processor: as stock `generate` prepares it.
         stopping_criteria: as stock `generate` prepares it.
@@ -73,67 +115,124 @@ def assemble(
         num_assistant_tokens: gamma as given to `generate`, if it was.
         attention_mask: `[B, W]`, 0 on pads; None where there are none.
         position_ids: accepted only if they count each row from 0.
+        cache: of an earlier call, to continue from; changed.
 
     Raises:
-        ValueError: on inputs that cannot be served, before anything is allocated.
+        ValueError: on inputs that cannot be served, before anything is allocated or changed.
     """
     check_processors(logits_processor)
     pads = pads_of(input_ids, attention_mask)
     check_position_ids(position_ids, pads, input_ids.shape[1])
     config = DustinConfig.from_cache_config(generation_config.cache_config)
-    target_config, draft_config = (m.config.get_text_config(decoder=True) for m in (target, draft))
+    target_config, draft_config = (m.config.get_text_config(decoder=True) for m in (target, draft or target))
     if profile is None:
         logger.warning_once(  # type: ignore[attr-defined]  # transformers adds it
             "No Dustin profile was given: an untuned default estimates attention. Use "
             "dustin_hf.enable(model, profile=...) with one made for this pair."
         )
         profile = DustinProfile.default(target_config, draft_config)
-    profile.check_pair(target_config, draft_config)
-    gamma = _resolve_gamma(num_assistant_tokens, config, profile, draft)
+    profile.check_pair(target_config, draft_config if draft is not None else None)
+    gamma = generation_config.prompt_lookup_num_tokens
+    if draft is not None:
+        gamma = _resolve_gamma(num_assistant_tokens, config, profile, draft)
 
-    device, (batch, width), limit = target.device, input_ids.shape, generation_config.max_length
+    device, (batch, width), limit = input_device(target), input_ids.shape, generation_config.max_length
+    ending = Ending(stopping_criteria, generation_config._eos_token_tensor, limit)
+    pad = generation_config._pad_token_tensor
+    check_criteria(ending, batch, pad)
     capacity = limit - min(pads) + gamma + 1
-    own_cache = draft is not target
+    own_cache = draft is not None and draft is not target
+    draft_cache = None
+    if cache is not None:
+        check_cache(cache, target_config, batch)
+        if own_cache and cache.draft_model is not None and cache.draft_model() is draft:
+            draft_cache = cache.draft
     per_token = kv_bytes_per_token(target_config, target.dtype)
-    draft_per_token = kv_bytes_per_token(draft_config, draft.dtype) if own_cache else 0
-    check_capacity((per_token + draft_per_token) * batch * capacity, device)
+    needed = per_token * (capacity - (cache.capacity if cache else 0))
+    if own_cache and draft is not None:
+        have = draft_cache.capacity if draft_cache else 0
+        needed += kv_bytes_per_token(draft_config, draft.dtype) * (capacity - have)
+    check_capacity(needed * batch, target)
 
-    cache = DustinCache(target_config.num_hidden_layers, batch, capacity, device)
+    pad_token_id = 0 if pad is None else int(pad)
+    sequences = input_ids.new_full((batch, limit + gamma + 1), pad_token_id, device=device)
+    sequences[:, :width] = input_ids
+    held = draft_held = [0] * batch
+    if cache is None:
+        cache = DustinCache(target_config.num_hidden_layers, batch, capacity, device)
+    else:
+        held = held_prefixes(cache, sequences[:, :width], pads)
+        cache.grow(capacity)
+    if draft_cache is not None:
+        # it may lack the last token of a block that was accepted whole
+        draft_held = [max(n - 1, 0) for n in held]
+        draft_cache.grow(capacity)
+    elif own_cache:
+        draft_cache = DustinCache(draft_config.num_hidden_layers, batch, capacity, device)
+
     target_scorer = _head_scorer(target_config, profile.target_heads)
     draft_scorer = _head_scorer(draft_config, profile.draft_heads)
     policy = build_policy(PolicyContext(config, profile, target_scorer, draft_scorer))
-    streams = config.draft_cache == "streaming" or (config.draft_cache == "auto" and not own_cache)
-    proposer = ModelProposer(
-        draft,
-        DustinCache(draft_config.num_hidden_layers, batch, capacity, device) if own_cache else cache,
-        shared=not own_cache,
-        vocab_size=target_config.vocab_size,
-        processors=for_drafts(logits_processor),
-        do_sample=generation_config.do_sample,
-        heads=policy.draft_heads,
-        limit=limit,
-        sinks=config.sinks,
-        streaming=config.budget if streams and config.budget < capacity else 0,
-    )
-    pad = generation_config._pad_token_tensor
+    wants = generation_config.return_dict_in_generate
     parts = StepParts(
         target=target,
         cache=cache,
-        proposer=proposer,
+        proposer=_proposer(
+            draft,
+            cache,
+            draft_cache,
+            policy.draft_heads,
+            config,
+            generation_config,
+            logits_processor,
+            target_config.vocab_size,
+        ),
         policy=policy,
         processors=logits_processor,
-        ending=Ending(stopping_criteria, generation_config._eos_token_tensor, limit),
+        ending=ending,
         do_sample=generation_config.do_sample,
-        pad_token_id=0 if pad is None else int(pad),
+        pad_token_id=pad_token_id,
+        scores=ColumnCollector(width, limit) if wants and generation_config.output_scores else None,
+        logits=ColumnCollector(width, limit) if wants and generation_config.output_logits else None,
     )
-    sequences = input_ids.new_full((batch, limit + gamma + 1), parts.pad_token_id, device=device)
-    sequences[:, :width] = input_ids
     state = DecodeState(
         sequences,
         first=torch.full((batch,), width, device=device),
         finished=torch.zeros(batch, dtype=torch.bool, device=device),
     )
-    return Call(parts, state, pads, gamma, config, per_token)
+    chunk = generation_config.prefill_chunk_size
+    return Call(parts, state, pads, held, draft_held, gamma, config, per_token, chunk)
+
+
+def _proposer(
+    draft: "PreTrainedModel | None",
+    cache: DustinCache,
+    draft_cache: DustinCache | None,
+    heads: Heads,
+    config: DustinConfig,
+    generation_config: "GenerationConfig",
+    processors: "LogitsProcessorList",
+    vocab_size: int,
+) -> Proposer:
+    """Prompt lookup without a draft; else the draft, over `draft_cache` or, without one, the target's `cache`."""
+    do_sample = generation_config.do_sample
+    if draft is None:
+        max_ngram = generation_config.max_matching_ngram_size or 2
+        return PromptLookupProposer(cache, vocab_size=vocab_size, do_sample=do_sample, max_ngram=max_ngram)
+    shared = draft_cache is None
+    streams = config.draft_cache == "streaming" or (config.draft_cache == "auto" and shared)
+    return ModelProposer(
+        draft,
+        cache if draft_cache is None else draft_cache,
+        shared=shared,
+        vocab_size=vocab_size,
+        processors=for_drafts(processors),
+        do_sample=do_sample,
+        heads=heads,
+        limit=generation_config.max_length,
+        sinks=config.sinks,
+        streaming=config.budget if streams and config.budget < cache.capacity else 0,
+    )
 
 
 def _head_scorer(config: "PreTrainedConfig", heads: Heads) -> HeadScorer:

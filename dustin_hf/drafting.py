@@ -1,5 +1,6 @@
 """Proposers: what drafts a block for every row, and keeps the queries that look ahead."""
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+def input_device(model: "PreTrainedModel") -> torch.device:
+    """Where a model takes its ids. Offloaded weights are placeholders between forwards; accelerate's hook knows."""
+    embeddings = model.get_input_embeddings()
+    device = getattr(getattr(embeddings, "_hf_hook", None), "execution_device", None)
+    return next(embeddings.parameters()).device if device is None else torch.device(device)
+
+
 def forward_block(
     model: "PreTrainedModel", cache: DustinCache, ids: torch.Tensor, attention: BlockAttention, logits_to_keep: int = 0
 ) -> torch.Tensor:
@@ -34,12 +42,13 @@ def forward_block(
         Logits `[B, L or logits_to_keep, V]`, float32, on the device of `ids`.
     """
     positions = attention.start[:, None] + torch.arange(ids.shape[1], device=ids.device)
+    device = input_device(model)
     with cache.writing_block(attention.start):
         out = model(
-            input_ids=ids,
-            position_ids=positions.clamp(min=0),
+            input_ids=ids.to(device),
+            position_ids=positions.clamp(min=0).to(device),
             # a 4D mask is taken as it is, and the "dustin" attention does not look at it
-            attention_mask=ids.new_zeros(1, 1, 1, 1, dtype=torch.bool),
+            attention_mask=ids.new_zeros(1, 1, 1, 1, dtype=torch.bool, device=device),
             use_cache=True,
             logits_to_keep=logits_to_keep,
             dustin=attention,
@@ -65,15 +74,43 @@ class Draft:
     Args:
         tokens: `[B, gamma]`.
         probs: what they were drawn from, `[B, gamma, V]` over the target's vocabulary; None when greedy.
-        queries: layer -> `[B, gamma, NH, D]` of the chosen heads.
+        queries: layer -> `[B, gamma, NH, D]` of the chosen heads; empty where no model drafted.
+        counts: how many of a row's tokens are a proposal, `[B]`; None for all.
     """
 
     tokens: torch.Tensor
     probs: torch.Tensor | None
     queries: Queries
+    counts: torch.Tensor | None = None
 
 
-class ModelProposer:
+class Proposer(ABC):
+    """Drafts a block for every row.
+
+    Attributes:
+        model: what it runs, to be switched to the "dustin" attention; None where it runs no model.
+        cache: what lookahead queries are scored against; the target's where there is no other.
+    """
+
+    model: "PreTrainedModel | None"
+    cache: DustinCache
+
+    @abstractmethod
+    def propose(
+        self, sequences: torch.Tensor, first: torch.Tensor, columns: list[int] | None, lengths: torch.Tensor, gamma: int
+    ) -> Draft:
+        """Draft up to `gamma` tokens for every row.
+
+        Args:
+            sequences: left-padded tokens, `[B, W + gamma]` at least; drafts are written from `first[b]` on.
+            first: first free column of each row, `[B]`.
+            columns: the same as Python ints, where processors need them.
+            lengths: tokens of each row in the target's cache, `[B]`: all but the last one.
+            gamma: tokens to draft, at least 1.
+        """
+
+
+class ModelProposer(Proposer):
     """Drafts with a model, one token per forward.
 
     Args:
@@ -103,7 +140,8 @@ class ModelProposer:
         sinks: int,
         streaming: int,
     ):
-        self.model, self.cache, self.heads = model, cache, heads
+        self.model: PreTrainedModel = model
+        self.cache, self.heads = cache, heads
         self.catch_up = 0 if shared else 1
         self.vocab_size = vocab_size
         self.own_vocab_size = model.config.get_text_config(decoder=True).vocab_size
@@ -113,15 +151,6 @@ class ModelProposer:
     def propose(
         self, sequences: torch.Tensor, first: torch.Tensor, columns: list[int] | None, lengths: torch.Tensor, gamma: int
     ) -> Draft:
-        """Draft `gamma` tokens for every row.
-
-        Args:
-            sequences: left-padded tokens, `[B, W + gamma]` at least; drafts are written from `first[b]` on.
-            first: first free column of each row, `[B]`.
-            columns: the same as Python ints, where processors need them.
-            lengths: tokens of each row in the target's cache, `[B]`: all but the last one.
-            gamma: tokens to draft, at least 1.
-        """
         rows = torch.arange(len(sequences), device=sequences.device)[:, None]
         ahead = torch.arange(-1 - self.catch_up, 0, device=sequences.device)
         # a row of one token has no token before it: column -1 - catch_up may be a pad, its slot -1 is skipped
@@ -156,3 +185,39 @@ class ModelProposer:
         """Logits over the target's vocabulary: ids the draft lacks get probability 0, ids the target lacks are cut."""
         missing = self.vocab_size - logits.shape[-1]
         return torch.nn.functional.pad(logits, (0, missing), value=float("-inf"))
+
+
+class PromptLookupProposer(Proposer):
+    """Drafts what followed the last few tokens where they stood in the text before (prompt lookup decoding).
+
+    Args:
+        cache: the target's.
+        vocab_size: the target's.
+        do_sample: whether acceptance needs the probabilities of the drafts: 1, since nothing is drawn.
+        max_ngram: longest run of tokens to look for; shorter ones are tried after it, the leftmost match is taken.
+    """
+
+    model = None
+
+    def __init__(self, cache: DustinCache, *, vocab_size: int, do_sample: bool, max_ngram: int):
+        self.cache, self.vocab_size, self.do_sample, self.max_ngram = cache, vocab_size, do_sample, max_ngram
+
+    def propose(
+        self, sequences: torch.Tensor, first: torch.Tensor, columns: list[int] | None, lengths: torch.Tensor, gamma: int
+    ) -> Draft:
+        rows = torch.arange(len(sequences), device=sequences.device)[:, None]
+        begin = first - lengths - 1  # pads of each row
+        source = first.clone()  # column of the first token to copy; `first` itself where nothing was found
+        for size in range(self.max_ngram, 0, -1):
+            windows = sequences.unfold(1, size, 1)  # [B, columns - size + 1, size]
+            ngram = sequences[rows, first[:, None] + torch.arange(-size, 0, device=first.device)]
+            places = torch.arange(windows.shape[1], device=first.device)
+            inside = (places >= begin[:, None]) & (places + size < first[:, None])
+            matches = (windows == ngram[:, None]).all(-1) & inside & (first - begin > size)[:, None]
+            found = matches.any(1) & (source == first)
+            source = torch.where(found, matches.long().argmax(1) + size, source)
+        ahead = torch.arange(gamma, device=first.device)
+        tokens = sequences[rows, (source[:, None] + ahead).clamp(max=sequences.shape[1] - 1)]
+        sequences[rows, first[:, None] + ahead] = tokens
+        probs = torch.nn.functional.one_hot(tokens, self.vocab_size).float() if self.do_sample else None
+        return Draft(tokens, probs, {}, (first - source).clamp(max=gamma))

@@ -171,11 +171,12 @@ def _guarded(stock_generate: Any) -> Any:
 
     @functools.wraps(stock_generate)
     def generate(self, inputs=None, generation_config=None, *args, **kwargs):
-        asks = is_requested(self, generation_config, kwargs.get("cache_implementation"))
+        asks = is_requested(self, generation_config, kwargs)
         if asks and not isinstance(self, DustinGenerationMixin):
             if not _global_handles:
                 raise ValueError(
-                    "`cache_implementation='dustin'` needs the model to be enabled first: dustin_hf.enable(model)"
+                    "cache_implementation='dustin' and a DustinCache need the model to be enabled first: "
+                    "dustin_hf.enable(model)"
                 )
             family_of(self.config.get_text_config(decoder=True))
             with _lock:

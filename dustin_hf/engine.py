@@ -8,6 +8,7 @@ from dustin_hf.model_patches.attention import block_attention
 from dustin_hf.processing import needs_prefix
 from dustin_hf.stats import StatsRecorder
 from dustin_hf.step import DecodeState, StepParts, speculative_step
+from dustin_hf.streaming import BatchStreamer
 
 if TYPE_CHECKING:
     from transformers.generation.streamers import BaseStreamer
@@ -33,20 +34,30 @@ class EagerEngine:
             state: rows after prefill.
             gamma: most tokens drafted in a step.
             recorder: gets counts and times.
-            streamer: receives the new tokens of a single row, step by step.
+            streamer: receives new tokens step by step: of a single row, or of all if it is a `BatchStreamer`.
         """
         limit = parts.ending.limit
         prefixes = needs_prefix(parts.processors)
         columns = state.first.tolist()
-        with block_attention(parts.target, parts.proposer.model):
+        models = [m for m in (parts.target, parts.proposer.model) if m is not None]
+        with block_attention(*models):
             while any(column < limit for column in columns):
                 # nobody needs more drafts than fit before the target's own token
                 drafts = min(gamma, limit - min(columns) - 1)
                 before = columns
                 speculative_step(parts, state, drafts, columns if prefixes else None, recorder)
                 first, finished = torch.stack([state.first, state.finished.long()]).tolist()
-                if streamer is not None and first[0] > before[0]:
-                    streamer.put(state.sequences[0, before[0] : first[0]].cpu())
+                if streamer is not None:
+                    _stream(streamer, state.sequences, before, first)
                 columns = [limit if end else column for end, column in zip(finished, first)]
         if streamer is not None:
             streamer.end()
+
+
+def _stream(streamer: "BaseStreamer", sequences: torch.Tensor, before: list[int], first: list[int]) -> None:
+    """Hand over the tokens between two steps; rows that have ended stand at the limit `before` and have none."""
+    new = [sequences[row, begin:end] for row, (begin, end) in enumerate(zip(before, first))]
+    if isinstance(streamer, BatchStreamer):
+        streamer.put_rows([row.tolist() for row in new])
+    elif len(new[0]):
+        streamer.put(new[0].cpu())

@@ -4,13 +4,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from transformers.generation.utils import GenerateDecoderOnlyOutput
+from transformers.utils import logging
 
-from dustin_hf._compat import CACHE_ARG
+from dustin_hf._compat import CACHE_ARG, CACHE_ARGS
 from dustin_hf.assembly import assemble
 from dustin_hf.cache import DustinCache
 from dustin_hf.config import DustinConfig
 from dustin_hf.engine import EagerEngine
-from dustin_hf.prefill import prefill
 from dustin_hf.profile import DustinProfile
 from dustin_hf.stats import GenerationStats, StatsRecorder
 from dustin_hf.validation import check_inputs, check_mode, check_pair
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 else:
     _Model = object
 
+logger = logging.get_logger(__name__)
+
 CACHE_IMPLEMENTATION = "dustin"
 
 
@@ -32,16 +34,23 @@ class DustinGenerateOutput(GenerateDecoderOnlyOutput):
     stats: GenerationStats | None = None
 
 
-def is_requested(model: Any, generation_config: "GenerationConfig | None", cache_implementation: str | None) -> bool:
-    """Whether a call of `generate` asks for Dustin: by keyword, else by its config, else by the model's config."""
+def is_requested(model: Any, generation_config: "GenerationConfig | None", kwargs: dict[str, Any]) -> bool:
+    """Whether a call of `generate` asks for Dustin: by a cache of ours, by keyword, by its config, by the model's."""
+    if holds_cache(kwargs):
+        return True
     for value in (
-        cache_implementation,
+        kwargs.get("cache_implementation"),
         getattr(generation_config, "cache_implementation", None),
         getattr(getattr(model, "generation_config", None), "cache_implementation", None),
     ):
         if value is not None:
             return value == CACHE_IMPLEMENTATION
     return False
+
+
+def holds_cache(kwargs: dict[str, Any]) -> bool:
+    """Whether a `DustinCache` is among the arguments of `generate`."""
+    return any(isinstance(kwargs.get(name), DustinCache) for name in CACHE_ARGS)
 
 
 class DustinGenerationMixin(_Model):
@@ -55,7 +64,9 @@ class DustinGenerationMixin(_Model):
     _dustin_profiles: list[tuple[object, DustinProfile | None]]
 
     def generate(self, inputs=None, generation_config=None, *args, **kwargs):
-        if is_requested(self, generation_config, kwargs.get("cache_implementation")):
+        if holds_cache(kwargs):
+            kwargs.setdefault("cache_implementation", CACHE_IMPLEMENTATION)
+        if is_requested(self, generation_config, kwargs):
             check_inputs(inputs, kwargs)
         return super().generate(inputs, generation_config, *args, **kwargs)
 
@@ -72,31 +83,28 @@ class DustinGenerationMixin(_Model):
         if generation_config.cache_implementation != CACHE_IMPLEMENTATION:
             return super()._validate_generation_mode(generation_mode, generation_config, generation_mode_kwargs)
         check_mode(generation_mode, generation_config, generation_mode_kwargs)
-        check_pair(self, generation_mode_kwargs["assistant_model"])
+        check_pair(self, generation_mode_kwargs.get("assistant_model"))
         DustinConfig.from_cache_config(generation_config.cache_config)
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
+        if generation_config.cache_implementation != CACHE_IMPLEMENTATION:
+            return super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
         given = model_kwargs.get(CACHE_ARG)
-        if generation_config.cache_implementation == CACHE_IMPLEMENTATION:
-            if given is not None:
-                raise ValueError(
-                    f"`{CACHE_ARG}` together with cache_implementation='dustin' is not supported yet: "
-                    "pass the whole prompt"
-                )
-            return
-        if isinstance(given, DustinCache):
+        if given is not None and not isinstance(given, DustinCache):
             raise ValueError(
-                f"`{CACHE_ARG}` is a DustinCache, which plain decoding cannot read, and continuing from one is not "
-                "supported yet: pass the whole prompt with cache_implementation='dustin'"
+                f"`{CACHE_ARG}` is a {type(given).__name__}; with cache_implementation='dustin' it must be the "
+                "DustinCache of an earlier call, or be left out"
             )
-        return super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
 
     def _assisted_decoding(self, input_ids, generation_config, **kwargs):
         if generation_config.cache_implementation != CACHE_IMPLEMENTATION:
             return super()._assisted_decoding(input_ids, generation_config=generation_config, **kwargs)
+        if self.training:
+            logger.warning("The model is in training mode, where dropout changes its output: call model.eval() first.")
         call = assemble(
             self,
-            kwargs["assistant_model"],
+            # looking drafts up wins over a model, as in stock
+            kwargs.get("assistant_model") if generation_config.prompt_lookup_num_tokens is None else None,
             input_ids,
             kwargs["logits_processor"],
             kwargs["stopping_criteria"],
@@ -105,18 +113,21 @@ class DustinGenerationMixin(_Model):
             num_assistant_tokens=generation_config._dustin_num_assistant_tokens,
             attention_mask=kwargs.get("attention_mask"),
             position_ids=kwargs.get("position_ids"),
+            cache=kwargs.get(CACHE_ARG),
         )
-        parts, state, width = call.parts, call.state, input_ids.shape[1]
-        engine, recorder = EagerEngine(), StatsRecorder(self.device)
-        with recorder.clock.phase("prefill"):
-            prompts, chunk = state.sequences[:, :width], generation_config.prefill_chunk_size
-            prefill(self, parts.cache, prompts, call.pads, chunk)
-            if parts.proposer.cache is not parts.cache:
-                draft_prompts = parts.proposer.embeddable(prompts)
-                prefill(parts.proposer.model, parts.proposer.cache, draft_prompts, call.pads, chunk)
-        engine.run(parts, state, call.gamma, recorder, kwargs.get("streamer"))
+        parts, state = call.parts, call.state
+        engine, recorder = EagerEngine(), StatsRecorder(state.sequences.device)
+        try:
+            with recorder.clock.phase("prefill"):
+                call.prefill()
+            engine.run(parts, state, call.gamma, recorder, kwargs.get("streamer"))
+        except BaseException:
+            call.abandon()
+            raise
+        call.keep()
 
-        sequences = state.sequences[:, : int(state.first.max())].to(input_ids.device)
+        width = int(state.first.max())
+        sequences = state.sequences[:, :width].to(input_ids.device)
         if not generation_config.return_dict_in_generate:
             return sequences
         stats = recorder.finish(
@@ -126,4 +137,7 @@ class DustinGenerationMixin(_Model):
             options=call.config.to_dict(),
         )
         output: dict[str, Any] = {"sequences": sequences, "stats": stats, CACHE_ARG: parts.cache}
+        for name, collector in (("scores", parts.scores), ("logits", parts.logits)):
+            if collector is not None:
+                output[name] = collector.finish(width)
         return DustinGenerateOutput(**output)

@@ -86,12 +86,14 @@ class DustinProfile:
 
         return cls(target_heads=middle(target), draft_heads=middle(draft))
 
-    def check_pair(self, target: "PreTrainedConfig", draft: "PreTrainedConfig") -> None:
-        """Raise `ValueError` unless this profile was made for models of these shapes."""
+    def check_pair(self, target: "PreTrainedConfig", draft: "PreTrainedConfig | None") -> None:
+        """Raise `ValueError` unless this profile was made for models of these shapes; without a draft, the target's."""
         for name, wanted, config, heads in (
             ("target", self.target_hash, target, self.target_heads),
             ("draft", self.draft_hash, draft, self.draft_heads),
         ):
+            if config is None:
+                continue
             found = config_hash(config)
             if wanted is not None and wanted != found:
                 raise ValueError(

@@ -34,15 +34,15 @@ class Signals:
         lengths: committed tokens in the target cache, `[B]`.
         target_cache: keys to score against.
         target_queries: layer -> `[B, 1, NH, D]`, queries of the last token that the target has processed.
-        draft_cache: the draft's cache; None where nothing was drafted in this step.
-        draft_queries: layer -> `[B, gamma, NH, D]`, the lookahead queries; empty where nothing was drafted.
-        draft_counts: drafted tokens of each row that count, `[B]`; rows near their limit have fewer than gamma.
+        draft_cache: the draft's cache.
+        draft_queries: layer -> `[B, gamma, NH, D]`, the lookahead queries; empty where no model drafted in this step.
+        draft_counts: lookahead queries of each row that count, `[B]`; rows near their limit have fewer than gamma.
     """
 
     lengths: torch.Tensor
     target_cache: DustinCache
     target_queries: Queries
-    draft_cache: DustinCache | None
+    draft_cache: DustinCache
     draft_queries: Queries
     draft_counts: torch.Tensor
 
@@ -78,7 +78,7 @@ class HybridPolicy(SelectionPolicy):
         m: slots given to the draft.
         target, draft: scorers of the chosen heads of both models; `draft` is None where m is 0.
 
-    A row that drafted nothing in a step (its last token) has no lookahead, so its m falls to the target's history.
+    A row without lookahead in a step (its last token; prompt lookup) gives its m to the target's history.
     """
 
     def __init__(self, *, k: int, sinks: int, window: int, m: int, target: HeadScorer, draft: HeadScorer | None):
@@ -90,7 +90,7 @@ class HybridPolicy(SelectionPolicy):
     def select(self, signals: Signals) -> Selection:
         shape = (len(signals.lengths), signals.target_cache.capacity)
         draft_scores = torch.zeros(shape, device=signals.lengths.device)
-        if self.draft is not None and signals.draft_cache is not None:
+        if self.draft is not None:
             draft_scores = self.draft(signals.draft_queries, signals.draft_cache, signals.lengths, signals.draft_counts)
         target_scores = self.target(
             signals.target_queries, signals.target_cache, signals.lengths, torch.ones_like(signals.lengths)

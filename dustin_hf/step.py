@@ -8,7 +8,8 @@ from transformers.generation.logits_process import LogitsProcessorList
 
 from dustin_hf.acceptance import greedy_accept, sampling_accept
 from dustin_hf.cache import DustinCache
-from dustin_hf.drafting import Draft, ModelProposer, forward_block
+from dustin_hf.collecting import ColumnCollector
+from dustin_hf.drafting import Draft, Proposer, forward_block
 from dustin_hf.model_patches.attention import BlockAttention
 from dustin_hf.processing import process_block
 from dustin_hf.scoring import Queries
@@ -22,16 +23,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepParts:
-    """What every step of a call shares."""
+    """What every step of a call shares; `scores` and `logits` collect per-column outputs where they are asked for."""
 
     target: "PreTrainedModel"
     cache: DustinCache
-    proposer: ModelProposer
+    proposer: Proposer
     policy: SelectionPolicy
     processors: LogitsProcessorList
     ending: Ending
     do_sample: bool
     pad_token_id: int
+    scores: ColumnCollector | None = None
+    logits: ColumnCollector | None = None
 
 
 @dataclass
@@ -75,13 +78,15 @@ def speculative_step(
             draft = parts.proposer.propose(sequences, first, columns, lengths, gamma)
         else:
             draft = Draft(sequences[:, :0], None, {})
+        if draft.counts is not None:
+            counts = torch.minimum(counts, draft.counts)
 
     with recorder.clock.phase("select"):
         selection = Selection()  # the first step has no history: it reads everything
         if state.history is not None:
-            draft_cache = parts.proposer.cache if gamma > 0 else None
+            looked_ahead = counts if draft.queries else torch.zeros_like(counts)
             selection = parts.policy.select(
-                Signals(lengths, parts.cache, state.history, draft_cache, draft.queries, counts)
+                Signals(lengths, parts.cache, state.history, parts.proposer.cache, draft.queries, looked_ahead)
             )
 
     with recorder.clock.phase("verify"):
@@ -108,6 +113,9 @@ def speculative_step(
             layer: _keep_last(q, last, None if state.history is None else state.history[layer], kept)
             for layer, q in attention.queries.items()
         }
+        for collector, block_of in ((parts.scores, scores), (parts.logits, logits)):
+            if collector is not None:
+                collector.add(first, kept, block_of)
         state.first = first + kept
         state.finished = state.finished | ended
         parts.cache.lengths = parts.proposer.cache.lengths = lengths + kept

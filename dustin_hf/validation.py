@@ -6,8 +6,10 @@ import psutil
 import torch
 from transformers.generation.configuration_utils import GenerationMode
 
+from dustin_hf.cache import DustinCache
 from dustin_hf.model_patches.families import ModelFamily, family_of
 from dustin_hf.processing import REFUSED
+from dustin_hf.stopping import Ending
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
@@ -18,11 +20,8 @@ MAX_VOCABULARY_PADDING = 1024
 
 # Generation options that mean something Dustin does not do: option -> what to do instead.
 _REFUSED_OPTIONS = {
-    "output_scores": "not supported yet: leave it out",
-    "output_logits": "not supported yet: leave it out",
     "output_attentions": "not supported: sparse verification has no full attention maps",
-    "output_hidden_states": "not supported yet: leave it out",
-    "prompt_lookup_num_tokens": "not supported yet: pass assistant_model",
+    "output_hidden_states": "not supported: the states of rejected drafts are mixed in; run the model over the output",
     "assistant_early_exit": "not supported: pass assistant_model",
     "assistant_ensemble_weight": "not supported: it changes the target's law",
     "use_mtp": "not supported: pass assistant_model",
@@ -57,11 +56,14 @@ def check_mode(mode: str, generation_config: "GenerationConfig", mode_kwargs: di
             f"cache_implementation='dustin' decodes greedily or by sampling, but the options ask for {str(mode)!r}: "
             "leave out `num_beams` and other search options"
         )
-    if mode_kwargs.get("assistant_model") is None:
+    if mode_kwargs.get("assistant_model") is None and generation_config.prompt_lookup_num_tokens is None:
         raise ValueError(
             "`assistant_model` is needed with cache_implementation='dustin': pass a small model of the same "
-            "tokenizer, or the model itself to draft over a streaming cache"
+            "tokenizer, or the model itself to draft over a streaming cache, or set `prompt_lookup_num_tokens`"
         )
+    lookup = generation_config.prompt_lookup_num_tokens
+    if lookup is not None and (isinstance(lookup, bool) or not isinstance(lookup, int) or lookup < 1):
+        raise ValueError(f"`prompt_lookup_num_tokens` must be a positive integer, got {lookup!r}")
     if generation_config.use_cache is False:
         raise ValueError("`use_cache=False` cannot be had with cache_implementation='dustin': leave it out")
     schedule = generation_config.num_assistant_tokens_schedule
@@ -85,25 +87,23 @@ def check_tokenizers(tokenizer: Any, assistant_tokenizer: Any) -> None:
             )
 
 
-def check_pair(target: "PreTrainedModel", draft: "PreTrainedModel") -> None:
-    """Refuse models that cannot be served or do not fit together.
+def check_pair(target: "PreTrainedModel", draft: "PreTrainedModel | None") -> None:
+    """Refuse models that cannot be served or do not fit together; without a draft, the target alone is looked at.
 
     Raises:
         UnsupportedModelError: if an architecture is not supported.
-        ValueError: if a model cannot be served, or the draft belongs to another tokenizer or device.
+        ValueError: if a model cannot be served, or the draft belongs to another tokenizer.
     """
     for model, name in ((target, "model"), (draft, "assistant_model")):
+        if model is None:
+            continue
         config = model.config.get_text_config(decoder=True)
         family_of(config, name).check(config, name)
-    wanted, got = (m.config.get_text_config(decoder=True).vocab_size for m in (target, draft))
+    wanted, got = (m.config.get_text_config(decoder=True).vocab_size for m in (target, draft or target))
     if abs(wanted - got) >= MAX_VOCABULARY_PADDING:
         raise ValueError(
             f"`assistant_model` has a vocabulary of {got}, the model one of {wanted}: more than padding apart, so they "
             "do not share a tokenizer; pass a draft of the same family"
-        )
-    if draft.device != target.device:
-        raise ValueError(
-            f"`assistant_model` is on {draft.device}, the model on {target.device}: move both to one device"
         )
 
 
@@ -156,17 +156,43 @@ def kv_bytes_per_token(config: "PreTrainedConfig", dtype: torch.dtype) -> int:
     return 2 * config.num_hidden_layers * heads * ModelFamily.head_dim(config) * dtype.itemsize
 
 
-def check_capacity(needed: int, device: torch.device) -> None:
-    """Refuse caches that the device cannot hold, before anything is allocated."""
-    if device.type == "cuda":
-        free = torch.cuda.mem_get_info(device)[0]
-        free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    elif device.type == "cpu":
-        free = psutil.virtual_memory().available
-    else:
-        return
-    if needed > free:
+def check_capacity(needed: int, model: "PreTrainedModel") -> None:
+    """Refuse caches that the model's devices cannot hold together, before anything is allocated."""
+    devices = {p.device for p in model.parameters()} - {torch.device("meta")}
+    free = 0
+    for device in devices:
+        if device.type == "cuda":
+            free += torch.cuda.mem_get_info(device)[0]
+            free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        elif device.type == "cpu":
+            free += psutil.virtual_memory().available
+        else:
+            return
+    if devices and needed > free:
+        names = ", ".join(sorted(map(str, devices)))
         raise ValueError(
-            f"the KV caches need {needed:,} bytes, but {device} has {free:,} free: "
+            f"the KV caches need {needed:,} bytes, but {names} has {free:,} free: "
             "use a smaller batch, shorter prompts, or a smaller `max_new_tokens`"
         )
+
+
+def check_cache(cache: DustinCache, config: "PreTrainedConfig", batch: int) -> None:
+    """Refuse to continue from a cache of another batch or another model."""
+    if cache.batch_size != batch:
+        raise ValueError(
+            f"the given cache has {cache.batch_size} rows, `input_ids` {batch}: select or repeat its rows first "
+            "(`batch_select_indices`, `batch_repeat_interleave`)"
+        )
+    shape = (config.num_key_value_heads, ModelFamily.head_dim(config))
+    held = {(layer.keys.shape[1], layer.keys.shape[3]) for layer in cache.layers if layer.is_initialized}
+    if len(cache.layers) != config.num_hidden_layers or held - {shape}:
+        raise ValueError(
+            f"the given cache has {len(cache.layers)} layers of (heads, head size) {sorted(held)}, the model "
+            f"{config.num_hidden_layers} of {shape}: it was made by another model; start without it"
+        )
+
+
+def check_criteria(ending: Ending, batch: int, pad: torch.Tensor | None) -> None:
+    """Rows of a batch that end early are filled with pads, so there must be one."""
+    if ending.others and batch > 1 and pad is None:
+        raise ValueError("`pad_token_id` (or `eos_token_id`) is needed where stopping criteria end rows of a batch")

@@ -7,8 +7,7 @@ from test_enabling import host_state, model_state
 from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration, TextStreamer
 
 import dustin_hf
-from dustin_hf import DustinCache, DustinProfile, UnsupportedModelError
-from dustin_hf._compat import CACHE_ARG
+from dustin_hf import DustinProfile, UnsupportedModelError
 from dustin_hf.profile import config_hash
 from dustin_hf.testing import left_pad, random_prompts, tiny_model
 
@@ -37,7 +36,6 @@ CALLS = {
     "beams": ({"num_beams": 2}, "greedily or by sampling"),
     "beams sampled": ({"num_beams": 2, "do_sample": True}, "leave out `num_beams`"),
     "no draft": ({"assistant_model": None}, "`assistant_model` is needed"),
-    "prompt lookup": ({"assistant_model": None, "prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens"),
     "no cache": ({"use_cache": False}, "`use_cache=False`"),
     "embeddings": ({"input_ids": None, "inputs_embeds": torch.randn(2, 5, 64)}, "`inputs_embeds`"),
     "embeddings and ids": ({"inputs_embeds": torch.randn(2, 12, 64)}, "`inputs_embeds`"),
@@ -66,8 +64,6 @@ CALLS = {
     "schedule": ({"num_assistant_tokens_schedule": "heuristic"}, "use 'constant'"),
     "guidance": ({"guidance_scale": 1.5}, "leave out `guidance_scale`"),
     "ensemble": ({"assistant_ensemble_weight": 0.5}, "`assistant_ensemble_weight=0.5`"),
-    "scores": ({"return_dict_in_generate": True, "output_scores": True}, "`output_scores=True`"),
-    "logits": ({"return_dict_in_generate": True, "output_logits": True}, "`output_logits=True`"),
     "attentions": ({"return_dict_in_generate": True, "output_attentions": True}, "`output_attentions=True`"),
     "hidden": ({"return_dict_in_generate": True, "output_hidden_states": True}, "`output_hidden_states=True`"),
     "synced gpus": ({"synced_gpus": True}, "`synced_gpus=True`"),
@@ -76,7 +72,6 @@ CALLS = {
         {"tokenizer": Tokenizer("a", "b"), "assistant_tokenizer": Tokenizer("b", "a")},
         "must share one tokenizer",
     ),
-    "cache": ({CACHE_ARG: DustinCache(2, 2, 40)}, "not supported yet: pass the whole prompt"),
 }
 
 
@@ -191,11 +186,6 @@ def test_bad_profiles():
         dustin_hf.enable(profile=DustinProfile({0: (0,)}, {0: (0,)}))
     with pytest.raises(ValueError, match="`profile` must be a DustinProfile"):
         dustin_hf.enable(tiny_model(), profile=3)
-
-
-def test_dustin_cache_in_a_plain_call(pair):
-    with dustin_hf.enable(pair.target), pytest.raises(ValueError, match="plain decoding cannot read"):
-        pair.target.generate(ids(1, 3), **{CACHE_ARG: DustinCache(2, 1, 40)}, max_new_tokens=3)
 
 
 def test_stock_streamer_refuses_a_batch_itself_p16(pair):

@@ -1,0 +1,69 @@
+"""Streamers for batches: stock's own take one row."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from transformers.generation.streamers import BaseStreamer
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedTokenizerBase
+
+
+class BatchStreamer(BaseStreamer):
+    """A streamer that receives the new tokens of every row as they are committed.
+
+    Pass a subclass as `generate(streamer=...)`. `put` gets the padded prompts `[B, W]` once, before anything is
+    generated; `put_rows` follows each step; `end` comes last. Rejected drafts are never seen.
+    """
+
+    def put(self, value: "torch.Tensor") -> None:
+        """The padded prompts, `[B, W]`. Does nothing unless overridden."""
+
+    def put_rows(self, rows: list[list[int]]) -> None:
+        """New tokens of each row in this step; empty for rows that have ended."""
+        raise NotImplementedError
+
+    def end(self) -> None:
+        """Every row has ended. Does nothing unless overridden."""
+
+
+class BatchTextStreamer(BatchStreamer):
+    """Hands each row's text to a function as it grows, whole words at a time.
+
+    Args:
+        tokenizer (`PreTrainedTokenizerBase`): decodes.
+        on_text (`Callable[[int, str], None]`): called with the row's index and its new piece of text.
+        decode_kwargs: of `tokenizer.decode`, such as `skip_special_tokens=True`.
+
+    The pieces of a row joined are its decoded new tokens.
+    """
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", on_text: Callable[[int, str], None], **decode_kwargs: Any):
+        self.tokenizer, self.on_text, self.decode_kwargs = tokenizer, on_text, decode_kwargs
+        self.tokens: list[list[int]] = []
+        self.printed: list[int] = []
+
+    def put(self, value: "torch.Tensor") -> None:
+        self.tokens, self.printed = [[] for _ in value], [0] * len(value)
+
+    def put_rows(self, rows: list[list[int]]) -> None:
+        for row, new in enumerate(rows):
+            if new:
+                self.tokens[row] += new
+                text = self._text(row)
+                # the last word may still change: a character of several tokens, a space that a tokenizer adds
+                self._emit(row, text, text.rfind(" ") + 1)
+
+    def end(self) -> None:
+        for row in range(len(self.tokens)):
+            text = self._text(row)
+            self._emit(row, text, len(text))
+
+    def _text(self, row: int) -> str:
+        return str(self.tokenizer.decode(self.tokens[row], **self.decode_kwargs))
+
+    def _emit(self, row: int, text: str, end: int) -> None:
+        if end > self.printed[row]:
+            self.on_text(row, text[self.printed[row] : end])
+            self.printed[row] = end

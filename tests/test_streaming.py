@@ -1,0 +1,82 @@
+"""Streamers: one row as in stock, and batches."""
+
+import threading
+
+import pytest
+import torch
+from helpers import dustin, plain
+from test_outputs import Characters
+from transformers import TextIteratorStreamer, TextStreamer
+
+import dustin_hf
+from dustin_hf import BatchStreamer, BatchTextStreamer
+from dustin_hf.testing import left_pad, random_prompts
+
+PROMPTS = random_prompts([12, 30, 5])
+
+
+class Recorder(BatchStreamer):
+    def __init__(self):
+        self.prompts, self.steps, self.ends = [], [], 0
+
+    def put(self, value):
+        self.prompts.append(value.tolist())
+
+    def put_rows(self, rows):
+        self.steps.append(rows)
+
+    def end(self):
+        self.ends += 1
+
+
+@pytest.mark.parametrize("kind", ["S", "D", "M", "self"])
+def test_batches_are_streamed_row_by_row(pair, kind):
+    recorder = Recorder()
+    end = plain(pair.target, PROMPTS[0], eos_token_id=None)[7]
+    rows, out = dustin(
+        pair.target, pair.drafts[kind], PROMPTS, streamer=recorder, eos_token_id=end, pad_token_id=0
+    )
+    assert recorder.prompts == [left_pad(PROMPTS)["input_ids"].tolist()] and recorder.ends == 1
+    for row, (final, n) in enumerate(zip(rows, out.stats.new_tokens)):
+        assert [token for step in recorder.steps for token in step[row]] == final[:n]
+        assert [len(step[row]) for step in recorder.steps if step[row]] == out.stats.committed[row]
+
+
+def test_text_of_batches(pair):
+    texts = ["", "", ""]
+    tokenizer = Characters()
+
+    def on_text(row, piece):
+        assert piece
+        texts[row] += piece
+
+    rows, out = dustin(pair.target, pair.M, PROMPTS, streamer=BatchTextStreamer(tokenizer, on_text))
+    assert texts == [tokenizer.decode(row[:n]) for row, n in zip(rows, out.stats.new_tokens)]
+
+
+def call(pair, streamer):
+    with dustin_hf.enable(pair.target):
+        return pair.target.generate(
+            input_ids=torch.tensor([PROMPTS[0]]),
+            assistant_model=pair.M,
+            cache_implementation="dustin",
+            streamer=streamer,
+            max_new_tokens=20,
+            do_sample=False,
+        )
+
+
+def test_text_streamer_p16(pair, capsys):
+    tokenizer = Characters()
+    out = call(pair, TextStreamer(tokenizer, skip_prompt=True))
+    assert capsys.readouterr().out.strip() == tokenizer.decode(out[0, len(PROMPTS[0]) :]).strip()
+
+
+def test_text_iterator_streamer(pair):
+    tokenizer, result = Characters(), []
+    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=60)
+    thread = threading.Thread(target=lambda: result.append(call(pair, streamer)))
+    thread.start()
+    text = "".join(streamer)
+    thread.join()
+    assert text == tokenizer.decode(result[0][0, len(PROMPTS[0]) :])
