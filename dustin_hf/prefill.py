@@ -55,7 +55,7 @@ def prefill(
     ]
     spans = []  # of each prompt, the tokens to compute
     for row, pad in enumerate(pads):
-        copied = shared[row] if shared[row] >= max(MIN_SHARED, held[row]) else 0
+        copied = shared[row] if shared[row] - held[row] >= MIN_SHARED else 0
         spans.append((max(held[row], copied), last - pad))
     for rows, (start, end) in _groups(spans, chunk_size):
         for row in range(rows.start, rows.stop):

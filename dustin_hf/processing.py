@@ -75,6 +75,9 @@ def process_block(
             scores = processor(None, scores.view(-1, vocabulary)).view(batch, block, vocabulary)
             continue
         assert columns is not None
+        if type(processor) is stock.PrefixConstrainedLogitsProcessor:
+            scores = _constrain(processor, sequences, columns, limit, scores)
+            continue
         first = torch.tensor(columns, device=logits.device)
         rows = torch.arange(batch, device=logits.device)
         result = scores.clone()
@@ -86,3 +89,26 @@ def process_block(
             result[rows[here], position[here]] = processed[here]
         scores = result
     return scores
+
+
+def _constrain(
+    processor: stock.PrefixConstrainedLogitsProcessor,
+    sequences: torch.Tensor,
+    columns: list[int],
+    limit: int,
+    scores: torch.Tensor,
+) -> torch.Tensor:
+    """Apply a user's `prefix_allowed_tokens_fn`, which must never be asked about a text that its row does not have."""
+    result = scores.clone()
+    for row, first in enumerate(columns):
+        for position in range(min(scores.shape[1], limit - first)):
+            batch_id = row // processor._num_beams
+            allowed = processor._prefix_allowed_tokens_fn(batch_id, sequences[row, : first + position])
+            if len(allowed) == 0:
+                raise ValueError(f"`prefix_allowed_tokens_fn` returned an empty list for batch ID {batch_id}")
+            mask = torch.full_like(scores[row, position], float("-inf"))
+            mask[allowed] = 0
+            # where the allowed tokens are all ruled out already, the constraint wins
+            masked = scores[row, position] + mask
+            result[row, position] = mask if masked.amax().isneginf() else masked
+    return result

@@ -43,11 +43,11 @@ def tiny_model(family: str = "qwen2", seed: int = 0, **overrides: Any) -> "PreTr
     """A random causal language model small enough for any test, in eval mode and float32.
 
     Args:
-        family: `"qwen2"` or `"llama"`.
+        family: `"llama"`, `"mistral"`, `"qwen2"` or `"qwen3"`.
         seed: of its weights; the global generator is left as it was.
         overrides: fields of its config. The default spread of weights (0.2) keeps scores far from ties.
     """
-    from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     options = {
         "vocab_size": 160,
@@ -63,12 +63,13 @@ def tiny_model(family: str = "qwen2", seed: int = 0, **overrides: Any) -> "PreTr
         "initializer_range": 0.2,
         **overrides,
     }
-    config_class, model_class = {"qwen2": (Qwen2Config, Qwen2ForCausalLM), "llama": (LlamaConfig, LlamaForCausalLM)}[
-        family
-    ]
+    if family == "mistral":
+        options.setdefault("sliding_window", None)
+    if family == "qwen3":
+        options.setdefault("head_dim", options["hidden_size"] // options["num_attention_heads"])
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return model_class(config_class(**options)).eval()
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **options)).eval()
 
 
 def noisy_copy(model: "PreTrainedModel", noise: float, seed: int = 0) -> "PreTrainedModel":

@@ -21,14 +21,18 @@ def check_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: to
 def masked_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Dense attention `q [B, L, HQ, D]` over `k, v [B, H, T, D]` under a mask `visible [B, 1 or H, L, T]`."""
+    """Dense attention `q [B, L, HQ, D]` over `k, v [B, H, T, D]` under a mask `visible [B, 1 or H, L, T]`.
+
+    In float32 whatever the dtype, also where the caller runs under autocast.
+    """
     batch, new, q_heads, dim = q.shape
     heads = k.shape[1]
     grouped = q.float().view(batch, new, heads, q_heads // heads, dim).permute(0, 2, 3, 1, 4)  # [B, H, G, L, D]
-    scores = torch.einsum("bhgld,bhtd->bhglt", grouped, k.float()) * scale
-    scores = scores.masked_fill(~visible[:, :, None], float("-inf"))
-    lse = scores.logsumexp(-1)
-    weights = (scores - lse.clamp(min=torch.finfo(lse.dtype).min)[..., None]).exp()
-    o = torch.einsum("bhglt,bhtd->bhgld", weights, v.float())
+    with torch.autocast(q.device.type, enabled=False):
+        scores = torch.einsum("bhgld,bhtd->bhglt", grouped, k.float()) * scale
+        scores = scores.masked_fill(~visible[:, :, None], float("-inf"))
+        lse = scores.logsumexp(-1)
+        weights = (scores - lse.clamp(min=torch.finfo(lse.dtype).min)[..., None]).exp()
+        o = torch.einsum("bhglt,bhtd->bhgld", weights, v.float())
     o = o.permute(0, 3, 1, 2, 4).reshape(batch, new, q_heads, dim)
     return o.to(q.dtype), lse.permute(0, 3, 1, 2).reshape(batch, new, q_heads)

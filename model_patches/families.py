@@ -37,13 +37,17 @@ class ModelFamily:
                 f"`{name}` uses rope_type {rope['rope_type']!r}, whose frequencies change with the length; "
                 f"expected a fixed one such as 'default', 'linear', 'yarn' or 'llama3'"
             )
-        layers = getattr(config, "layer_types", None) or []
-        sliding = [i for i, kind in enumerate(layers) if kind != "full_attention"]
+        sliding = self.sliding_layers(config)
         if sliding:
             raise ValueError(
                 f"`{name}` has sliding-window attention in layers {sliding}; every layer must be full attention: "
-                "load it with use_sliding_window=False if it was trained to work so"
+                "switch the window off in its config if it was trained to work so"
             )
+
+    def sliding_layers(self, config: "PreTrainedConfig") -> list[int]:
+        """Layers whose attention window is active."""
+        kinds = getattr(config, "layer_types", None) or []
+        return [i for i, kind in enumerate(kinds) if kind != "full_attention"]
 
     @staticmethod
     def group(config: "PreTrainedConfig") -> int:
@@ -67,9 +71,11 @@ def family_of(config: "PreTrainedConfig", name: str = "model") -> ModelFamily:
         UnsupportedModelError: if there is none.
     """
     from dustin_hf.model_patches.llama import LLAMA
+    from dustin_hf.model_patches.mistral import MISTRAL
     from dustin_hf.model_patches.qwen2 import QWEN2
+    from dustin_hf.model_patches.qwen3 import QWEN3
 
-    families = {family.model_type: family for family in (LLAMA, QWEN2)}
+    families = {family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3)}
     if config.is_encoder_decoder or config.model_type not in families:
         raise UnsupportedModelError(
             f"`{name}` has model_type {config.model_type!r}; dustin_hf supports the decoders {sorted(families)}"

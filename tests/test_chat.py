@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 import torch
-from helpers import dustin, padded, plain
+from helpers import dustin, plain
 
 import dustin_hf
 from dustin_hf import DustinCache
@@ -221,7 +221,7 @@ def test_a_prefilled_document_is_expanded(pair):
     with Counting(pair.target, 5) as count:
         rows, cache = turn(pair.target, pair.M, prompts, cache)
     assert rows == [plain(pair.target, prompt, new=9) for prompt in prompts]
-    assert count.tokens == sum(len(p) - 1 - 99 for p in prompts)
+    assert count.tokens == sum(len(p) - 1 - 100 for p in prompts)
     assert cache.draft.batch_size == 4
 
 

@@ -90,7 +90,9 @@ def test_stop_strings_p02(pair, kind, length):
     tokenizer = Characters()
     greedy = [plain(pair.target, prompt, eos_token_id=None) for prompt in PROMPTS]
     for at in range(6):
-        strings = ["".join(tokenizer.convert_ids_to_tokens(row[at + i : at + i + length])) for i, row in enumerate(greedy)]
+        strings = [
+            "".join(tokenizer.convert_ids_to_tokens(row[at + i : at + i + length])) for i, row in enumerate(greedy)
+        ]
         options = {"stop_strings": strings, "tokenizer": tokenizer, "eos_token_id": 2, "pad_token_id": 0}
         expected = stock(pair.target, **options).sequences[:, WIDTH:].tolist()
         rows, _ = dustin(pair.target, pair.drafts[kind], PROMPTS, gamma=8, **options)

@@ -33,9 +33,7 @@ class Recorder(BatchStreamer):
 def test_batches_are_streamed_row_by_row(pair, kind):
     recorder = Recorder()
     end = plain(pair.target, PROMPTS[0], eos_token_id=None)[7]
-    rows, out = dustin(
-        pair.target, pair.drafts[kind], PROMPTS, streamer=recorder, eos_token_id=end, pad_token_id=0
-    )
+    rows, out = dustin(pair.target, pair.drafts[kind], PROMPTS, streamer=recorder, eos_token_id=end, pad_token_id=0)
     assert recorder.prompts == [left_pad(PROMPTS)["input_ids"].tolist()] and recorder.ends == 1
     for row, (final, n) in enumerate(zip(rows, out.stats.new_tokens)):
         assert [token for step in recorder.steps for token in step[row]] == final[:n]

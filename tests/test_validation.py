@@ -130,7 +130,7 @@ def test_unsupported_targets():
     t5 = T5ForConditionalGeneration(T5Config(vocab_size=160, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=2))
     states = host_state()
     for model, name in ((gpt2, "gpt2"), (t5, "t5")):
-        with pytest.raises(UnsupportedModelError, match=rf"'{name}'.*\['llama', 'qwen2'\]"):
+        with pytest.raises(UnsupportedModelError, match=rf"'{name}'.*\['llama', 'mistral', 'qwen2', 'qwen3'\]"):
             dustin_hf.enable(model)
     with pytest.raises(ValueError, match="`model` must be a transformers model"):
         dustin_hf.enable(torch.nn.Linear(2, 2))

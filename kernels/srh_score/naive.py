@@ -38,7 +38,8 @@ def naive_srh_score(
             f"kv_heads must be [NH], lengths and counts [B] for q {tuple(q.shape)}, "
             f"got {tuple(kv_heads.shape)}, {tuple(lengths.shape)} and {tuple(counts.shape)}"
         )
-    scores = torch.einsum("bqhd,bhtd->bqht", q.float(), k[:, kv_heads].float()) * scale
+    with torch.autocast(q.device.type, enabled=False):
+        scores = torch.einsum("bqhd,bhtd->bqht", q.float(), k[:, kv_heads].float()) * scale
     committed = torch.arange(k.shape[2], device=k.device) < lengths[:, None]  # [B, T]
     scores = scores.masked_fill(~committed[:, None, None], torch.finfo(torch.float32).min)
     counted = torch.arange(q.shape[1], device=q.device) < counts[:, None]  # [B, NQ]
