@@ -164,8 +164,8 @@ def assemble(
         held = held_prefixes(cache, sequences[:, :width], pads)
         cache.grow(capacity)
     if draft_cache is not None:
-        # it may lack the last token of a block that was accepted whole
-        draft_held = [max(n - 1, 0) for n in held]
+        # it may lack the last tokens of the call before
+        draft_held = [min(n, m) for n, m in zip(held, draft_cache.lengths.tolist())]
         draft_cache.grow(capacity)
     elif own_cache:
         draft_cache = DustinCache(draft_config.num_hidden_layers, batch, capacity, device)

@@ -109,6 +109,10 @@ class Proposer(ABC):
             gamma: tokens to draft, at least 1.
         """
 
+    @abstractmethod
+    def commit(self, before: torch.Tensor, after: torch.Tensor, gamma: int) -> None:
+        """Take note that the target's cache has gone from `before` to `after` tokens, `[B]`, in a step of `gamma`."""
+
 
 class ModelProposer(Proposer):
     """Drafts with a model, one token per forward.
@@ -177,6 +181,11 @@ class ModelProposer(Proposer):
         queries = {layer: torch.cat([block[layer] for block in blocks], dim=1) for layer in blocks[0]}
         return Draft(tokens, torch.stack(probs, dim=1) if self.do_sample else None, queries)
 
+    def commit(self, before: torch.Tensor, after: torch.Tensor, gamma: int) -> None:
+        """An own cache holds the inputs of the draft's forwards: not the last draft, and nothing where none ran."""
+        if self.catch_up:
+            self.cache.lengths = torch.minimum(after, before + gamma if gamma > 0 else self.cache.lengths)
+
     def embeddable(self, ids: torch.Tensor) -> torch.Tensor:
         """Ids that the draft can embed; one of the target's padding ids could only cost acceptance."""
         return ids.clamp(max=self.own_vocab_size - 1)
@@ -221,3 +230,6 @@ class PromptLookupProposer(Proposer):
         sequences[rows, first[:, None] + ahead] = tokens
         probs = torch.nn.functional.one_hot(tokens, self.vocab_size).float() if self.do_sample else None
         return Draft(tokens, probs, {}, (first - source).clamp(max=gamma))
+
+    def commit(self, before: torch.Tensor, after: torch.Tensor, gamma: int) -> None:
+        """Nothing is kept from step to step."""

@@ -118,7 +118,8 @@ def speculative_step(
                 collector.add(first, kept, block_of)
         state.first = first + kept
         state.finished = state.finished | ended
-        parts.cache.lengths = parts.proposer.cache.lengths = lengths + kept
+        parts.cache.lengths = lengths + kept
+        parts.proposer.commit(lengths, parts.cache.lengths, gamma)
 
     full = lengths + gamma + 1
     recorder.record(kept, counts, _tokens_read(selection, full, gamma), full, gamma)

@@ -67,7 +67,7 @@ def tiny_model(family: str = "qwen2", seed: int = 0, **overrides: Any) -> "PreTr
         options.setdefault("sliding_window", None)
     if family == "qwen3":
         options.setdefault("head_dim", options["hidden_size"] // options["num_attention_heads"])
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **options)).eval()
 

@@ -53,8 +53,11 @@ def check_caches_after_each_step(monkeypatch):
 
     def checked(parts, state, *args):
         step(parts, state, *args)
+        gamma = args[0]
         parts.cache.check_integrity()
         parts.proposer.cache.check_integrity()
-        assert parts.cache.lengths.tolist() == parts.proposer.cache.lengths.tolist()
+        # a draft's own cache lacks at most the token of a block accepted whole, and one more where nothing was drafted
+        missing = parts.cache.lengths - parts.proposer.cache.lengths
+        assert missing.min() >= 0 and missing.max() <= (1 if gamma > 0 else 2)
 
     monkeypatch.setattr(dustin_hf.engine, "speculative_step", checked)

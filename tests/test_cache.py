@@ -126,7 +126,6 @@ def test_whole_blocks_are_accepted_p35(pair, gamma, batch):
     _, out = dustin(pair.target, pair.S, prompts, gamma=gamma, new=50, eos_token_id=None)
     for row in out.stats.committed:
         assert set(row[:-1]) == {gamma + 1}
-    # the conftest fixture checks after every step that both caches have one length; it is committed - 1
     assert out[CACHE_ARG].lengths.tolist() == [len(p) + 50 - 1 for p in prompts]
 
 

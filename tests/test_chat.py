@@ -66,9 +66,9 @@ def test_three_turns_p32(pair, kind, lengths):
         wanted = sum(map(len, prompts)) - len(prompts) - held
         assert target_count.tokens == wanted
         if kind != "self":
-            # the draft may lack one token per row
-            assert wanted <= draft_count.tokens <= wanted + len(prompts)
-            assert cache.draft.lengths.tolist() == cache.lengths.tolist()
+            # the draft lacks a token or two of each row
+            assert wanted <= draft_count.tokens <= wanted + 2 * len(prompts)
+            assert 0 <= (cache.lengths - cache.draft.lengths).min() <= (cache.lengths - cache.draft.lengths).max() <= 2
         cache.check_integrity()
         prompts = next_prompts(prompts, rows)
 

@@ -103,6 +103,43 @@ def test_sparse_attention(new, q_heads, kv_heads, dim, starts, per_head, chosen)
     assert_close("lse", expected_lse[~empty], lse[~empty])
 
 
+@pytest.mark.parametrize("dim", [16, 32, 64])
+@pytest.mark.parametrize("group", [1, 2, 7, 8])
+@pytest.mark.parametrize("gamma", range(9))
+def test_small_tiles_p47_p50(gamma, group, dim):
+    """P-47, P-50: few queries times small groups; rows of one key; against torch's own attention."""
+    start = torch.tensor([0, 1, 33])
+    k, v = storage(3, 2, 48, dim)
+    q = queries(3, gamma + 1, 2 * group, dim)
+    visible = torch.arange(48) <= (start[:, None] + torch.arange(gamma + 1))[..., None]
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        q.transpose(1, 2), k, v, attn_mask=visible[:, None], enable_gqa=True
+    ).transpose(1, 2)
+    indices = torch.where(torch.arange(40) < start[:, None], torch.arange(40), -1)[:, None].int()
+    for o, _ in (
+        naive_full_attention(q, k, v, start, dim**-0.5),
+        naive_sparse_attention(q, k, v, indices, start, dim**-0.5),
+    ):
+        assert_close("o", expected, o)
+
+
+def test_canaries_around_ragged_writes_p43():
+    """P-43: nothing is written outside the rows, however the blocks lie at their edges."""
+    surrounding = [torch.full((5, 2, 14, 4), 777.0) for _ in range(2)]
+    keys, values = (x[1:4, :, 2:12] for x in surrounding)
+    k, v = storage(3, 2, 4, 4, seed=9)
+    for start in ([-4, 3, 9], [-1, 6, 12], [0, 7, 10]):
+        naive_kv_append(keys, values, k, v, torch.tensor(start))
+    for x in surrounding:
+        outside = torch.ones(5, 14, dtype=torch.bool)
+        outside[1:4, 2:12] = False
+        assert (x.transpose(1, 2)[outside] == 777.0).all()
+    out = naive_topk_select(
+        torch.rand(3, 9), torch.rand(3, 9), torch.tensor([0, 3, 9]), torch.tensor([0, 1, 4]), 1, 1, 6
+    )
+    assert out.shape == (3, 6) and out.max() < 9 and out.min() == -1
+
+
 def test_all_slots_chosen_is_full_attention():
     """The top identity: sparse over everything equals full."""
     k, v = storage(3, 2, 70, 16)

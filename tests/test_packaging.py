@@ -72,7 +72,7 @@ def test_file_sizes():
 @pytest.mark.wheel
 def test_wheel_holds_the_tree(tmp_path):
     # a copy: an old build folder in the checkout would leak into the wheel
-    ignored = shutil.ignore_patterns(".git", ".venv", "build", "*.egg-info", "__pycache__")
+    ignored = shutil.ignore_patterns(".git", ".venv*", "build", "*.egg-info", "__pycache__")
     source = shutil.copytree(ROOT, tmp_path / "source", symlinks=True, ignore=ignored)
     subprocess.run(
         [sys.executable, "-m", "build", "--wheel", "--no-isolation", "-o", str(tmp_path), str(source)], check=True
