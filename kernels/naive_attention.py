@@ -23,16 +23,17 @@ def masked_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Dense attention `q [B, L, HQ, D]` over `k, v [B, H, T, D]` under a mask `visible [B, 1 or H, L, T]`.
 
-    In float32 whatever the dtype, also where the caller runs under autocast.
+    In float32 or wider whatever the dtype, also where the caller runs under autocast.
     """
     batch, new, q_heads, dim = q.shape
     heads = k.shape[1]
-    grouped = q.float().view(batch, new, heads, q_heads // heads, dim).permute(0, 2, 3, 1, 4)  # [B, H, G, L, D]
+    wide = torch.promote_types(q.dtype, torch.float32)
+    grouped = q.to(wide).view(batch, new, heads, q_heads // heads, dim).permute(0, 2, 3, 1, 4)  # [B, H, G, L, D]
     with torch.autocast(q.device.type, enabled=False):
-        scores = torch.einsum("bhgld,bhtd->bhglt", grouped, k.float()) * scale
+        scores = torch.einsum("bhgld,bhtd->bhglt", grouped, k.to(wide)) * scale
         scores = scores.masked_fill(~visible[:, :, None], float("-inf"))
         lse = scores.logsumexp(-1)
         weights = (scores - lse.clamp(min=torch.finfo(lse.dtype).min)[..., None]).exp()
-        o = torch.einsum("bhglt,bhtd->bhgld", weights, v.float())
+        o = torch.einsum("bhglt,bhtd->bhgld", weights, v.to(wide))
     o = o.permute(0, 3, 1, 2, 4).reshape(batch, new, q_heads, dim)
-    return o.to(q.dtype), lse.permute(0, 3, 1, 2).reshape(batch, new, q_heads)
+    return o.to(q.dtype), lse.permute(0, 3, 1, 2).reshape(batch, new, q_heads).float()

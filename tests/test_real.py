@@ -1,6 +1,6 @@
 """Real weights, by hand: `DUSTIN_MODELS=folder pytest -m real -s`, with `qwen-1.5b`, `qwen-0.5b`, `smollm2` inside."""
 
-import heapq
+import argparse
 import inspect
 import os
 import textwrap
@@ -34,7 +34,8 @@ def test_real_pair(target_name, draft_name):
     target, tokenizer = load(target_name)
     draft = load(draft_name)[0] if draft_name else target
     tokenizer.padding_side = "left"
-    sources = [inspect.getsource(heapq)[:6000], inspect.getsource(textwrap)[:4400]]
+    # code, cut in the middle of a function
+    sources = [inspect.getsource(argparse.HelpFormatter)[:7000], inspect.getsource(textwrap.TextWrapper)[3000:9000]]
     prompts = [tokenizer(text).input_ids[:length] for text, length in zip(sources, (1100, 950))]
     inputs = tokenizer.pad({"input_ids": prompts}, return_tensors="pt")
     width = inputs["input_ids"].shape[1]

@@ -11,7 +11,7 @@ def naive_full_attention(
     """Attention of `L` new tokens over everything before them in their row, and over themselves causally.
 
     Query `i` of row `b` sees slots `0 .. start[b] + i`. A query that sees no slot (possible only where `start[b]`
-    is negative) gives zeros and `lse = -inf`. Source: ours; softmax in float32 whatever the dtype.
+    is negative) gives zeros and `lse = -inf`. Source: ours; softmax in float32 or wider whatever the dtype.
 
     Args:
         q: queries of shape `[B, L, HQ, D]`.

@@ -38,10 +38,11 @@ def naive_srh_score(
             f"kv_heads must be [NH], lengths and counts [B] for q {tuple(q.shape)}, "
             f"got {tuple(kv_heads.shape)}, {tuple(lengths.shape)} and {tuple(counts.shape)}"
         )
+    wide = torch.promote_types(q.dtype, torch.float32)
     with torch.autocast(q.device.type, enabled=False):
-        scores = torch.einsum("bqhd,bhtd->bqht", q.float(), k[:, kv_heads].float()) * scale
+        scores = torch.einsum("bqhd,bhtd->bqht", q.to(wide), k[:, kv_heads].to(wide)) * scale
     committed = torch.arange(k.shape[2], device=k.device) < lengths[:, None]  # [B, T]
     scores = scores.masked_fill(~committed[:, None, None], torch.finfo(torch.float32).min)
     counted = torch.arange(q.shape[1], device=q.device) < counts[:, None]  # [B, NQ]
     weights = scores.softmax(-1) * counted[:, :, None, None]
-    return weights.sum(dim=(1, 2)) * committed
+    return (weights.sum(dim=(1, 2)) * committed).float()
