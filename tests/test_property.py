@@ -59,6 +59,9 @@ def calls(draw):
     }
     for name in draw(st.sets(st.sampled_from(sorted(processors)), max_size=3)):
         options[name] = draw(processors[name])
+    if {"min_new_tokens", "no_repeat_ngram_size", "bad_words_ids"} & set(options):
+        # an end id that is ruled out already makes this one NaN in stock before 5.24
+        options.pop("exponential_decay_length_penalty", None)
     # sampling from one candidate is deterministic, so it can be compared as well
     sampling = draw(st.sampled_from([{}, {}, {"do_sample": True, "top_k": 1}, {"do_sample": True, "top_k": 7}]))
     if sampling:
