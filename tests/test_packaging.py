@@ -1,5 +1,6 @@
 """What the repository and the wheel contain, and the rules that keep the layout working."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -57,6 +58,15 @@ def test_public_names():
     assert set(dir(dustin_hf)) == set(dustin_hf.__all__)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         dustin_hf.nothing  # noqa: B018
+
+
+def test_readme_names_real_tests():
+    """The README's table of what works is backed by tests that exist."""
+    sources = {path.stem: path.read_text() for path in (ROOT / "tests").glob("test_*.py")}
+    named = set(re.findall(r"`(test_\w+)`", (ROOT / "README.md").read_text()))
+    assert len(named) > 20
+    for name in named:
+        assert name in sources or any(f"def {name}(" in source for source in sources.values()), name
 
 
 def test_file_sizes():

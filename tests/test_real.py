@@ -69,3 +69,54 @@ def test_real_pair(target_name, draft_name):
                 f"agreement {[f'{a:.1%}' for a in agreed]}, seconds {stats.seconds}"
             )
             assert min(agreed) > 0.5
+
+
+QUESTIONS = [
+    ["My name is Ada and I keep bees. What should I do in spring?", "Name a city in France."],
+    ["And in winter?", "What is it known for?"],
+    ["What was my name?", "Name another one, please, and one thing to see there."],
+]
+
+
+def test_three_turns_of_a_real_chat():
+    """Two rows of different lengths; every turn equals plain generate, and its prefill sees new tokens only."""
+    torch.set_num_threads(os.cpu_count() or 1)
+    model, tokenizer = load("smollm2")
+    tokenizer.padding_side = "left"
+    system = tokenizer.apply_chat_template([{"role": "system", "content": "Answer briefly."}], tokenize=False)
+    chats = [tokenizer(system).input_ids for _ in range(2)]
+    fed = []
+    model.model.register_forward_pre_hook(
+        lambda module, args, kwargs: fed.append(0 if "dustin" in kwargs else kwargs["input_ids"].numel()),
+        with_kwargs=True,
+    )
+    cache = None
+    for turn in QUESTIONS:
+        for chat, question in zip(chats, turn):
+            closing = "" if cache is None else "<|im_end|>\n"
+            chat += tokenizer(f"{closing}<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n").input_ids
+        expected = [
+            model.generate(input_ids=torch.tensor([chat]), max_new_tokens=24, do_sample=False)[0, len(chat) :].tolist()
+            for chat in chats
+        ]
+        held = 0 if cache is None else int(cache.lengths.sum())
+        inputs = tokenizer.pad({"input_ids": chats}, return_tensors="pt")
+        fed.clear()
+        with dustin_hf.enable(model):
+            out = model.generate(
+                **inputs,
+                assistant_model=model,
+                **({"cache_implementation": "dustin"} if cache is None else {CACHE_ARG: cache}),
+                max_new_tokens=24,
+                do_sample=False,
+                return_dict_in_generate=True,
+            )
+        cache, width = out[CACHE_ARG], inputs["input_ids"].shape[1]
+        rows = [row[width : width + n].tolist() for row, n in zip(out.sequences, out.stats.new_tokens)]
+        assert rows == expected
+        assert sum(fed) == sum(map(len, chats)) - len(chats) - held
+        print(f"prompts {list(map(len, chats))}, held {held}, prefilled {sum(fed)}, tau {out.stats.tau:.2f}")
+        for chat, row in zip(chats, rows):
+            print("  ", repr(tokenizer.decode(row)))
+            # the end id that stopped a row is part of the closing of its turn
+            chat += row[:-1] if row[-1] == tokenizer.eos_token_id else row
