@@ -148,9 +148,9 @@ def assemble(
         if own_cache and cache.draft_model is not None and cache.draft_model() is draft:
             draft_cache = cache.draft
     per_token = kv_bytes_per_token(target_config, target.dtype)
-    needed = per_token * (capacity - (cache.capacity if cache else 0))
+    needed = per_token * (capacity - (0 if cache is None else cache.capacity))
     if own_cache and draft is not None:
-        have = draft_cache.capacity if draft_cache else 0
+        have = 0 if draft_cache is None else draft_cache.capacity
         needed += kv_bytes_per_token(draft_config, draft.dtype) * (capacity - have)
     check_capacity(needed * batch, target)
 
@@ -163,9 +163,11 @@ def assemble(
     else:
         held = held_prefixes(cache, sequences[:, :width], pads)
         cache.grow(capacity)
+        if cache.draft is not None:
+            # also when another draft is used now: the tokens behind are about to change
+            cache.draft.lengths = cache.draft.lengths.clamp(max=torch.tensor(held, device=cache.draft.lengths.device))
     if draft_cache is not None:
-        # it may lack the last tokens of the call before
-        draft_held = [min(n, m) for n, m in zip(held, draft_cache.lengths.tolist())]
+        draft_held = draft_cache.lengths.tolist()
         draft_cache.grow(capacity)
     elif own_cache:
         draft_cache = DustinCache(draft_config.num_hidden_layers, batch, capacity, device)

@@ -148,6 +148,20 @@ def test_another_assistant_gets_a_cache_of_its_own(pair):
         assert rows == expected
 
 
+def test_a_draft_cache_that_was_left_out_for_a_turn(pair):
+    """M drafts, then the target for itself over another text, then M again: M's cache holds nothing of the first."""
+    first, second = random_prompts([60, 80]), random_prompts([60, 80], seed=5)
+    _, cache = turn(pair.target, pair.M, first)
+    second = [a[:20] + b[20:] for a, b in zip(first, second)]
+    _, cache = turn(pair.target, pair.target, second, cache)
+    rows, cache = turn(pair.target, pair.M, second, cache)
+    fresh_rows, fresh = turn(pair.target, pair.M, second)
+    assert rows == fresh_rows
+    for ours, theirs in zip(cache.draft.layers, fresh.draft.layers):
+        for row, length in enumerate(cache.draft.lengths.tolist()):
+            torch.testing.assert_close(ours.keys[row, :, :length], theirs.keys[row, :, :length], atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize(
     "make, message",
     [

@@ -63,7 +63,7 @@ def test_head_groupings(pairs, family, group, selected):
     run_both(pair.target, pair.M, prompt, budget=16, mode="hybrid", gamma=4, new=10, selected=selected)
 
 
-def test_protected_tokens_count_and_stay(pair, selected):
+def test_protected_tokens_count_and_stay_p39(pair, selected):
     """P-39: the first tokens and the recent window are always there, and count in the budget."""
     prompt = random_prompts([80])[0]
     dustin(pair.target, pair.M, [prompt], budget=21, new=20)
