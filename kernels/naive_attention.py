@@ -1,4 +1,4 @@
-"""What the naive attention twins share: the argument check and masked dense attention."""
+"""What the attention twins share: the argument checks; and masked dense attention, for the naive ones."""
 
 import torch
 
@@ -16,6 +16,14 @@ def check_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: to
         )
     if start.shape != q.shape[:1]:
         raise ValueError(f"start must have shape [B] = [{q.shape[0]}], got {tuple(start.shape)}")
+
+
+def check_indices(indices: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> None:
+    """Raise `ValueError` unless `indices` is `[B, 1 or H, K]`."""
+    if indices.ndim != 3 or indices.shape[0] != q.shape[0] or indices.shape[1] not in (1, k.shape[1]):
+        raise ValueError(
+            f"indices must be [B, 1 or H, K] with B={q.shape[0]}, H={k.shape[1]}, got {tuple(indices.shape)}"
+        )
 
 
 def masked_attention(

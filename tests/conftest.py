@@ -1,9 +1,14 @@
 """Fixtures: tiny targets and their drafts S (a copy), D (another model), M (agrees in part)."""
 
 import copy
+import os
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton, or a kernel looks for a driver
+
 from helpers import Pair
 
 import dustin_hf

@@ -1,17 +1,46 @@
-"""The naive twins against loops that are slower still; NaN-poisoned memory; awkward shapes."""
+"""Both twins of every op against loops that are slower still; NaN-poisoned memory; awkward shapes.
 
+The Triton kernels run under the interpreter, in float32 and float16; on a GPU they are compiled, bfloat16 too.
+"""
+
+import importlib
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from dustin_hf.kernels.full_attention import naive_full_attention
-from dustin_hf.kernels.kv_append import naive_kv_append
-from dustin_hf.kernels.sparse_attention import naive_sparse_attention
-from dustin_hf.kernels.srh_score import naive_srh_score
-from dustin_hf.kernels.topk_select import naive_topk_select
 from dustin_hf.testing import assert_close
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# bfloat16 dots come out wrong under the interpreter
+DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE == "cuda" else [])
+OPS = ("full_attention", "kv_append", "sparse_attention", "srh_score", "topk_select")
+
+
+@pytest.fixture(params=["naive", "triton"])
+def ops(request):
+    """All ops of one kind. Arguments travel to the device and results back, so that tests are written once."""
+
+    def on_device(function):
+        def call(*args):
+            moved = [x.to(DEVICE) if isinstance(x, torch.Tensor) else x for x in args]
+            out = function(*moved)
+            if out is None:  # in place
+                for x, y in zip(args, moved):
+                    if x is not y and isinstance(x, torch.Tensor):
+                        x.copy_(y)
+                return None
+            return tuple(x.cpu() for x in out) if isinstance(out, tuple) else out.cpu()
+
+        return call
+
+    functions = {}
+    for op in OPS:
+        module = importlib.import_module(f"dustin_hf.kernels.{op}.{'naive' if request.param == 'naive' else 'kernel'}")
+        functions[op] = on_device(getattr(module, f"{request.param}_{op}"))
+    return SimpleNamespace(**functions)
 
 
 @pytest.fixture(autouse=True)
@@ -62,12 +91,12 @@ SHAPES = [  # new, q_heads, kv_heads, dim, starts
 
 
 @pytest.mark.parametrize("new, q_heads, kv_heads, dim, starts", SHAPES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_full_attention(new, q_heads, kv_heads, dim, starts, dtype):
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_full_attention(ops, new, q_heads, kv_heads, dim, starts, dtype):
     batch, start = len(starts), torch.tensor(starts)
     k, v = storage(batch, kv_heads, 70, dim, dtype)
     q = queries(batch, new, q_heads, dim, dtype)
-    o, lse = naive_full_attention(q, k, v, start, dim**-0.5)
+    o, lse = ops.full_attention(q, k, v, start, dim**-0.5)
     expected, expected_lse = literal_attention(q, k, v, lambda b, h, i: list(range(starts[b] + i + 1)), dim**-0.5)
     assert o.dtype == dtype and lse.dtype == torch.float32
     assert_close("o", expected, o)
@@ -79,7 +108,7 @@ def test_full_attention(new, q_heads, kv_heads, dim, starts, dtype):
 @pytest.mark.parametrize("new, q_heads, kv_heads, dim, starts", SHAPES)
 @pytest.mark.parametrize("per_head", [False, True])
 @pytest.mark.parametrize("chosen", [0, 1, 9])
-def test_sparse_attention(new, q_heads, kv_heads, dim, starts, per_head, chosen):
+def test_sparse_attention(ops, new, q_heads, kv_heads, dim, starts, per_head, chosen):
     batch, start = len(starts), torch.tensor(starts)
     k, v = storage(batch, kv_heads, 70, dim)
     q = queries(batch, new, q_heads, dim)
@@ -95,7 +124,7 @@ def test_sparse_attention(new, q_heads, kv_heads, dim, starts, per_head, chosen)
         own = [s for s in range(starts[b], starts[b] + i + 1) if s >= 0]
         return [s for s in indices[b, h if per_head else 0].tolist() if s >= 0] + own
 
-    o, lse = naive_sparse_attention(q, k, v, indices, start, dim**-0.5)
+    o, lse = ops.sparse_attention(q, k, v, indices, start, dim**-0.5)
     expected, expected_lse = literal_attention(q, k, v, slots, dim**-0.5)
     empty = expected_lse == -math.inf
     assert_close("o", expected, o)
@@ -106,7 +135,7 @@ def test_sparse_attention(new, q_heads, kv_heads, dim, starts, per_head, chosen)
 @pytest.mark.parametrize("dim", [16, 32, 64])
 @pytest.mark.parametrize("group", [1, 2, 7, 8])
 @pytest.mark.parametrize("gamma", range(9))
-def test_small_tiles_p47_p50(gamma, group, dim):
+def test_small_tiles_p47_p50(ops, gamma, group, dim):
     """P-47, P-50: few queries times small groups; rows of one key; against torch's own attention."""
     start = torch.tensor([0, 1, 33])
     k, v = storage(3, 2, 48, dim)
@@ -117,77 +146,75 @@ def test_small_tiles_p47_p50(gamma, group, dim):
     ).transpose(1, 2)
     indices = torch.where(torch.arange(40) < start[:, None], torch.arange(40), -1)[:, None].int()
     for o, _ in (
-        naive_full_attention(q, k, v, start, dim**-0.5),
-        naive_sparse_attention(q, k, v, indices, start, dim**-0.5),
+        ops.full_attention(q, k, v, start, dim**-0.5),
+        ops.sparse_attention(q, k, v, indices, start, dim**-0.5),
     ):
         assert_close("o", expected, o)
 
 
-def test_canaries_around_ragged_writes_p43():
+def test_canaries_around_ragged_writes_p43(ops):
     """P-43: nothing is written outside the rows, however the blocks lie at their edges."""
     surrounding = [torch.full((5, 2, 14, 4), 777.0) for _ in range(2)]
     keys, values = (x[1:4, :, 2:12] for x in surrounding)
     k, v = storage(3, 2, 4, 4, seed=9)
     for start in ([-4, 3, 9], [-1, 6, 12], [0, 7, 10]):
-        naive_kv_append(keys, values, k, v, torch.tensor(start))
+        ops.kv_append(keys, values, k, v, torch.tensor(start))
     for x in surrounding:
         outside = torch.ones(5, 14, dtype=torch.bool)
         outside[1:4, 2:12] = False
         assert (x.transpose(1, 2)[outside] == 777.0).all()
-    out = naive_topk_select(
-        torch.rand(3, 9), torch.rand(3, 9), torch.tensor([0, 3, 9]), torch.tensor([0, 1, 4]), 1, 1, 6
-    )
+    out = ops.topk_select(torch.rand(3, 9), torch.rand(3, 9), torch.tensor([0, 3, 9]), torch.tensor([0, 1, 4]), 1, 1, 6)
     assert out.shape == (3, 6) and out.max() < 9 and out.min() == -1
 
 
-def test_all_slots_chosen_is_full_attention():
+def test_all_slots_chosen_is_full_attention(ops):
     """The top identity: sparse over everything equals full."""
     k, v = storage(3, 2, 70, 16)
     start = torch.tensor([0, 13, 60])
     q = queries(3, 5, 14, 16)
     slots = torch.arange(60).expand(3, 1, -1)
     indices = torch.where(slots < start[:, None, None], slots, -1).int()
-    full, sparse = naive_full_attention(q, k, v, start, 0.25), naive_sparse_attention(q, k, v, indices, start, 0.25)
+    full, sparse = ops.full_attention(q, k, v, start, 0.25), ops.sparse_attention(q, k, v, indices, start, 0.25)
     for name, a, b in zip(("o", "lse"), full, sparse):
         assert_close(name, a, b)
 
 
-def test_stale_slots_do_not_matter():
+def test_stale_slots_do_not_matter(ops):
     """What lies behind a row's new tokens changes nothing, however large."""
     k, v = storage(2, 2, 40, 8)
     start = torch.tensor([7, 20])
     q = queries(2, 3, 4, 8)
     indices = torch.tensor([[[1, 3, 5]], [[0, 19, 7]]], dtype=torch.int32)
-    before = naive_full_attention(q, k, v, start, 1.0), naive_sparse_attention(q, k, v, indices, start, 1.0)
+    before = ops.full_attention(q, k, v, start, 1.0), ops.sparse_attention(q, k, v, indices, start, 1.0)
     for b, length in enumerate((10, 23)):
         k[b, :, length:] = v[b, :, length:] = 1e30
-    after = naive_full_attention(q, k, v, start, 1.0), naive_sparse_attention(q, k, v, indices, start, 1.0)
+    after = ops.full_attention(q, k, v, start, 1.0), ops.sparse_attention(q, k, v, indices, start, 1.0)
     assert all(torch.equal(x, y) for a, b in zip(before, after) for x, y in zip(a, b))
 
 
-def test_large_scores_in_half_precision_p44():
+def test_large_scores_in_half_precision_p44(ops):
     """P-44: keys with large biases (Qwen2) overflow a half-precision product; scores are float32 inside."""
     k, v = storage(1, 2, 30, 64, torch.float16)
     q = queries(1, 3, 12, 64, torch.float16)
     k, q = k + 300, q + 30
     start, indices = torch.tensor([20]), torch.arange(20, dtype=torch.int32).view(1, 1, -1)
     for o, _ in (
-        naive_full_attention(q, k, v, start, 0.125),
-        naive_sparse_attention(q, k, v, indices, start, 0.125),
+        ops.full_attention(q, k, v, start, 0.125),
+        ops.sparse_attention(q, k, v, indices, start, 0.125),
     ):
         assert o.isfinite().all()
-        expected = naive_full_attention(q.double().float(), k.float(), v.float(), start, 0.125)[0]
+        expected = ops.full_attention(q.double().float(), k.float(), v.float(), start, 0.125)[0]
         assert_close("o", expected, o)
 
 
 @pytest.mark.parametrize("group", [1, 2, 7])
 @pytest.mark.parametrize("counts", [(3, 3, 3), (0, 1, 3)])
-def test_srh_score(group, counts):
+def test_srh_score(ops, group, counts):
     lengths, heads = (1, 13, 30), [0, 2 * group - 1, group, 1 % group]
     k, _ = storage(3, 2, 32, 16)
     q = queries(3, 3, len(heads), 16)
     kv_heads = torch.tensor(heads) // group
-    scores = naive_srh_score(q, k, kv_heads, torch.tensor(lengths), torch.tensor(counts), 0.25)
+    scores = ops.srh_score(q, k, kv_heads, torch.tensor(lengths), torch.tensor(counts), 0.25)
     expected = torch.zeros(3, 32)
     for b, (length, count) in enumerate(zip(lengths, counts)):
         for i in range(count):
@@ -198,10 +225,10 @@ def test_srh_score(group, counts):
     assert not scores[0, 1:].any() and not scores[1, 13:].any()
 
 
-def test_srh_score_of_an_empty_row():
+def test_srh_score_of_an_empty_row(ops):
     k, _ = storage(2, 2, 8, 4)
     one = torch.ones(2, dtype=torch.long)
-    scores = naive_srh_score(queries(2, 1, 2, 4), k, torch.tensor([0, 1]), torch.tensor([0, 3]), one, 1.0)
+    scores = ops.srh_score(queries(2, 1, 2, 4), k, torch.tensor([0, 1]), torch.tensor([0, 3]), one, 1.0)
     assert not scores[0].any() and scores[1].sum() == pytest.approx(2)
 
 
@@ -215,7 +242,7 @@ def literal_select(draft, target, length, m, sinks, window, k):
 
 @pytest.mark.parametrize("ties", [False, True])
 @pytest.mark.parametrize("sinks, window, k", [(0, 0, 1), (2, 3, 6), (2, 3, 5), (4, 16, 21), (0, 5, 40), (3, 0, 9)])
-def test_topk_select(ties, sinks, window, k):
+def test_topk_select(ops, ties, sinks, window, k):
     lengths = [0, 1, 2, 5, 6, 7, 20, 21, 40, 50]
     generator = torch.Generator().manual_seed(3)
     draft, target = torch.rand(2, len(lengths), 50, generator=generator)
@@ -223,7 +250,7 @@ def test_topk_select(ties, sinks, window, k):
         draft, target = (draft * 3).floor(), (target * 2).floor()
     for m in (0, 1, 4, k, 100):
         quota = torch.tensor([m if i % 3 else 0 for i in range(len(lengths))])
-        out = naive_topk_select(draft, target, torch.tensor(lengths), quota, sinks, window, k)
+        out = ops.topk_select(draft, target, torch.tensor(lengths), quota, sinks, window, k)
         assert out.shape == (len(lengths), k) and out.dtype == torch.int32
         for row, length in enumerate(lengths):
             expected = literal_select(
@@ -233,12 +260,12 @@ def test_topk_select(ties, sinks, window, k):
             assert len(expected) == min(length, k)
 
 
-def test_kv_append():
+def test_kv_append(ops):
     keys, values = storage(3, 2, 10, 4)
     before = keys.clone(), values.clone()
     k, v = storage(3, 2, 3, 4, seed=9)
     start = torch.tensor([-2, 4, 8])
-    naive_kv_append(keys, values, k, v, start)
+    ops.kv_append(keys, values, k, v, start)
     for stored, old, new in ((keys, before[0], k), (values, before[1], v)):
         expected = old.clone()
         for b in range(3):
@@ -251,23 +278,23 @@ def test_kv_append():
 @pytest.mark.parametrize(
     "op, args, message",
     [
-        (naive_kv_append, ((1, 2, 8, 4), (1, 2, 8, 4), (1, 3, 1, 4), (1, 3, 1, 4), (1,)), "k must be"),
-        (naive_kv_append, ((1, 2, 8, 4), (1, 2, 7, 4), (1, 2, 1, 4), (1, 2, 1, 4), (1,)), "must agree"),
-        (naive_full_attention, ((1, 1, 5, 4), (1, 2, 8, 4), (1, 2, 8, 4), (1,), 1.0), "multiple of H"),
-        (naive_full_attention, ((1, 1, 4, 4), (1, 2, 8, 4), (1, 2, 8, 4), (2,), 1.0), "start must"),
-        (naive_full_attention, ((1, 1, 4, 4), (1, 2, 8, 4), (1, 2, 8, 5), (1,), 1.0), "one shape"),
-        (naive_sparse_attention, ((1, 1, 4, 4), (1, 2, 8, 4), (1, 2, 8, 4), (1, 3, 5), (1,), 1.0), "indices must"),
-        (naive_srh_score, ((1, 1, 4, 4), (1, 2, 8, 5), (4,), (1,), (1,), 1.0), "q must"),
-        (naive_srh_score, ((1, 1, 4, 4), (1, 2, 8, 4), (3,), (1,), (1,), 1.0), "kv_heads must"),
-        (naive_topk_select, ((1, 8), (1, 9), (1,), (1,), 1, 1, 4), "one shape"),
-        (naive_topk_select, ((1, 8), (1, 8), (2,), (2,), 1, 1, 4), "lengths and draft_quota"),
-        (naive_topk_select, ((1, 8), (1, 8), (1,), (1,), 3, 2, 4), "protected tokens, 3 sinks"),
+        ("kv_append", ((1, 2, 8, 4), (1, 2, 8, 4), (1, 3, 1, 4), (1, 3, 1, 4), (1,)), "k must be"),
+        ("kv_append", ((1, 2, 8, 4), (1, 2, 7, 4), (1, 2, 1, 4), (1, 2, 1, 4), (1,)), "must agree"),
+        ("full_attention", ((1, 1, 5, 4), (1, 2, 8, 4), (1, 2, 8, 4), (1,), 1.0), "multiple of H"),
+        ("full_attention", ((1, 1, 4, 4), (1, 2, 8, 4), (1, 2, 8, 4), (2,), 1.0), "start must"),
+        ("full_attention", ((1, 1, 4, 4), (1, 2, 8, 4), (1, 2, 8, 5), (1,), 1.0), "one shape"),
+        ("sparse_attention", ((1, 1, 4, 4), (1, 2, 8, 4), (1, 2, 8, 4), (1, 3, 5), (1,), 1.0), "indices must"),
+        ("srh_score", ((1, 1, 4, 4), (1, 2, 8, 5), (4,), (1,), (1,), 1.0), "q must"),
+        ("srh_score", ((1, 1, 4, 4), (1, 2, 8, 4), (3,), (1,), (1,), 1.0), "kv_heads must"),
+        ("topk_select", ((1, 8), (1, 9), (1,), (1,), 1, 1, 4), "one shape"),
+        ("topk_select", ((1, 8), (1, 8), (2,), (2,), 1, 1, 4), "lengths and draft_quota"),
+        ("topk_select", ((1, 8), (1, 8), (1,), (1,), 3, 2, 4), "protected tokens, 3 sinks"),
     ],
 )
-def test_wrong_shapes(op, args, message):
+def test_wrong_shapes(ops, op, args, message):
     tensors = [torch.zeros(a, dtype=torch.long if len(a) == 1 else None) if isinstance(a, tuple) else a for a in args]
     with pytest.raises(ValueError, match=message):
-        op(*tensors)
+        getattr(ops, op)(*tensors)
 
 
 def test_assert_close_can_fail():
@@ -278,9 +305,9 @@ def test_assert_close_can_fail():
             assert_close("bad", x, bad)
 
 
-def test_each_op_is_a_folder_with_a_naive_twin():
+def test_each_op_is_a_folder_with_both_twins():
     root = Path(__file__).parents[1] / "kernels"
-    ops = sorted(path.name for path in root.iterdir() if path.is_dir() and not path.name.startswith("_"))
-    assert ops == ["full_attention", "kv_append", "sparse_attention", "srh_score", "topk_select"]
-    for op in ops:
-        assert {"__init__.py", "naive.py"} <= {path.name for path in (root / op).iterdir()}
+    found = sorted(path.name for path in root.iterdir() if path.is_dir() and not path.name.startswith("_"))
+    assert tuple(found) == OPS
+    for op in found:
+        assert {"__init__.py", "naive.py", "kernel.py"} <= {path.name for path in (root / op).iterdir()}

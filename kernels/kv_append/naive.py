@@ -20,6 +20,18 @@ def naive_kv_append(
     Raises:
         ValueError: if the shapes do not agree.
     """
+    check_kv_append(keys, values, k, v, start)
+    slots = start[:, None] + torch.arange(k.shape[2], device=start.device)  # [B, L]
+    rows, columns = torch.nonzero((slots >= 0) & (slots < keys.shape[2]), as_tuple=True)
+    target = slots[rows, columns]
+    keys[rows, :, target] = k[rows, :, columns].to(keys.dtype)
+    values[rows, :, target] = v[rows, :, columns].to(values.dtype)
+
+
+def check_kv_append(
+    keys: torch.Tensor, values: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: torch.Tensor
+) -> None:
+    """Raise `ValueError` on arguments of `kv_append` that do not fit together."""
     if keys.shape != values.shape or k.shape != v.shape:
         raise ValueError(
             f"keys and values must agree: stored {tuple(keys.shape)} and {tuple(values.shape)}, "
@@ -30,8 +42,3 @@ def naive_kv_append(
             f"k must be [B, H, L, D] and start [B] for storage {tuple(keys.shape)}, "
             f"got {tuple(k.shape)} and {tuple(start.shape)}"
         )
-    slots = start[:, None] + torch.arange(k.shape[2], device=start.device)  # [B, L]
-    rows, columns = torch.nonzero((slots >= 0) & (slots < keys.shape[2]), as_tuple=True)
-    target = slots[rows, columns]
-    keys[rows, :, target] = k[rows, :, columns].to(keys.dtype)
-    values[rows, :, target] = v[rows, :, columns].to(values.dtype)

@@ -2,7 +2,7 @@
 
 import torch
 
-from dustin_hf.kernels.naive_attention import check_attention, masked_attention
+from dustin_hf.kernels.naive_attention import check_attention, check_indices, masked_attention
 
 
 def naive_sparse_attention(
@@ -29,10 +29,7 @@ def naive_sparse_attention(
         ValueError: if the shapes do not agree.
     """
     check_attention(q, k, v, start)
-    if indices.ndim != 3 or indices.shape[0] != q.shape[0] or indices.shape[1] not in (1, k.shape[1]):
-        raise ValueError(
-            f"indices must be [B, 1 or H, K] with B={q.shape[0]}, H={k.shape[1]}, got {tuple(indices.shape)}"
-        )
+    check_indices(indices, q, k)
     batch, new = q.shape[:2]
     own = start[:, None] + torch.arange(new, device=q.device)  # [B, L]
     slots = torch.cat([indices.long(), own[:, None].expand(-1, indices.shape[1], -1)], dim=2)  # [B, 1 or H, K + L]

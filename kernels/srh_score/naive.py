@@ -31,13 +31,7 @@ def naive_srh_score(
     Raises:
         ValueError: if the shapes do not agree.
     """
-    if q.ndim != 4 or k.ndim != 4 or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
-        raise ValueError(f"q must be [B, NQ, NH, D] and k [B, H, T, D], got {tuple(q.shape)} and {tuple(k.shape)}")
-    if kv_heads.shape != q.shape[2:3] or lengths.shape != q.shape[:1] or counts.shape != q.shape[:1]:
-        raise ValueError(
-            f"kv_heads must be [NH], lengths and counts [B] for q {tuple(q.shape)}, "
-            f"got {tuple(kv_heads.shape)}, {tuple(lengths.shape)} and {tuple(counts.shape)}"
-        )
+    check_srh_score(q, k, kv_heads, lengths, counts, scale)
     wide = torch.promote_types(q.dtype, torch.float32)
     with torch.autocast(q.device.type, enabled=False):
         scores = torch.einsum("bqhd,bhtd->bqht", q.to(wide), k[:, kv_heads].to(wide)) * scale
@@ -46,3 +40,21 @@ def naive_srh_score(
     counted = torch.arange(q.shape[1], device=q.device) < counts[:, None]  # [B, NQ]
     weights = scores.softmax(-1) * counted[:, :, None, None]
     return (weights.sum(dim=(1, 2)) * committed).float()
+
+
+def check_srh_score(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    kv_heads: torch.Tensor,
+    lengths: torch.Tensor,
+    counts: torch.Tensor,
+    scale: float,
+) -> None:
+    """Raise `ValueError` on arguments of `srh_score` that do not fit together."""
+    if q.ndim != 4 or k.ndim != 4 or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        raise ValueError(f"q must be [B, NQ, NH, D] and k [B, H, T, D], got {tuple(q.shape)} and {tuple(k.shape)}")
+    if kv_heads.shape != q.shape[2:3] or lengths.shape != q.shape[:1] or counts.shape != q.shape[:1]:
+        raise ValueError(
+            f"kv_heads must be [NH], lengths and counts [B] for q {tuple(q.shape)}, "
+            f"got {tuple(kv_heads.shape)}, {tuple(lengths.shape)} and {tuple(counts.shape)}"
+        )

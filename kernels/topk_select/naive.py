@@ -34,18 +34,7 @@ def naive_topk_select(
     Raises:
         ValueError: if the shapes do not agree, or `k` is below `sinks + window`.
     """
-    if draft_scores.ndim != 2 or draft_scores.shape != target_scores.shape:
-        raise ValueError(
-            f"draft_scores and target_scores must be one shape [B, T], "
-            f"got {tuple(draft_scores.shape)} and {tuple(target_scores.shape)}"
-        )
-    if lengths.shape != draft_scores.shape[:1] or draft_quota.shape != lengths.shape:
-        raise ValueError(
-            f"lengths and draft_quota must be [B] = [{draft_scores.shape[0]}], "
-            f"got {tuple(lengths.shape)} and {tuple(draft_quota.shape)}"
-        )
-    if k < sinks + window:
-        raise ValueError(f"k must hold the protected tokens, {sinks} sinks + {window} window, got {k}")
+    check_topk_select(draft_scores, target_scores, lengths, draft_quota, sinks, window, k)
     slots = torch.arange(draft_scores.shape[1], device=draft_scores.device)
     committed = slots < lengths[:, None]  # [B, T]
     chosen = committed & ((slots < sinks) | (slots >= lengths[:, None] - window))
@@ -58,3 +47,27 @@ def naive_topk_select(
     picked = torch.where(chosen, slots, draft_scores.shape[1]).sort(dim=-1).values[:, :k]
     picked = torch.where(picked < draft_scores.shape[1], picked, -1)
     return torch.nn.functional.pad(picked, (0, k - picked.shape[1]), value=-1).int()
+
+
+def check_topk_select(
+    draft_scores: torch.Tensor,
+    target_scores: torch.Tensor,
+    lengths: torch.Tensor,
+    draft_quota: torch.Tensor,
+    sinks: int,
+    window: int,
+    k: int,
+) -> None:
+    """Raise `ValueError` on arguments of `topk_select` that do not fit together."""
+    if draft_scores.ndim != 2 or draft_scores.shape != target_scores.shape:
+        raise ValueError(
+            f"draft_scores and target_scores must be one shape [B, T], "
+            f"got {tuple(draft_scores.shape)} and {tuple(target_scores.shape)}"
+        )
+    if lengths.shape != draft_scores.shape[:1] or draft_quota.shape != lengths.shape:
+        raise ValueError(
+            f"lengths and draft_quota must be [B] = [{draft_scores.shape[0]}], "
+            f"got {tuple(lengths.shape)} and {tuple(draft_quota.shape)}"
+        )
+    if k < sinks + window:
+        raise ValueError(f"k must hold the protected tokens, {sinks} sinks + {window} window, got {k}")

@@ -1,0 +1,22 @@
+"""Triton launcher of full_attention, registered as a custom op."""
+
+import torch
+
+from dustin_hf.kernels.naive_attention import check_attention
+from dustin_hf.kernels.split_attention import split_attention
+
+
+def triton_full_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `naive_full_attention`; the last dimension of `q`, `k` and `v` must be contiguous."""
+    check_attention(q, k, v, start)
+    return split_attention(q, k, v, None, start, scale, tile=64, warps=4, stages=3)
+
+
+full_attention_op = torch.library.custom_op("dustin_hf::full_attention", triton_full_attention, mutates_args=())
+
+
+@full_attention_op.register_fake
+def _(q, k, v, start, scale):
+    return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float32)

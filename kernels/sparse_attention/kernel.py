@@ -1,0 +1,23 @@
+"""Triton launcher of sparse_attention, registered as a custom op."""
+
+import torch
+
+from dustin_hf.kernels.naive_attention import check_attention, check_indices
+from dustin_hf.kernels.split_attention import split_attention
+
+
+def triton_sparse_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, indices: torch.Tensor, start: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `naive_sparse_attention`; the last dimension of `q`, `k`, `v` and `indices` must be contiguous."""
+    check_attention(q, k, v, start)
+    check_indices(indices, q, k)
+    return split_attention(q, k, v, indices, start, scale, tile=64, warps=4, stages=3)
+
+
+sparse_attention_op = torch.library.custom_op("dustin_hf::sparse_attention", triton_sparse_attention, mutates_args=())
+
+
+@sparse_attention_op.register_fake
+def _(q, k, v, indices, start, scale):
+    return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float32)
