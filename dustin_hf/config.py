@@ -5,7 +5,6 @@ from typing import Any
 
 DEFAULT_NUM_ASSISTANT_TOKENS = 4  # paper table 5: gamma 3 or 4
 DRAFT_CACHES = ("auto", "full", "streaming")
-BACKENDS = ("eager", "graph")
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +22,6 @@ class DustinConfig:
             wins over it; without either the profile's, the assistant's generation config's, or 4.
         draft_cache (`str`): what the draft attends to: `"full"`, `"streaming"` (sinks and the most recent tokens,
             `budget` in all), or `"auto"`: streaming where the target drafts for itself, else full.
-        backend (`str`): `"eager"` runs each step op by op; `"graph"` captures a step and replays it as one CUDA graph.
         mode (`str`): selection policy: `"hybrid"` (Dustin-H), `"target"` (Dustin-T), `"draft"` (Dustin-D), `"full"`.
 
     Raises:
@@ -37,7 +35,6 @@ class DustinConfig:
     num_assistant_tokens: int | None = None
     draft_cache: str = "auto"
     mode: str = "hybrid"
-    backend: str = "eager"
 
     def __post_init__(self) -> None:
         from dustin_hf.selection import policy_names
@@ -56,8 +53,6 @@ class DustinConfig:
         check_num_assistant_tokens(self.num_assistant_tokens)
         if self.draft_cache not in DRAFT_CACHES:
             raise ValueError(f"`draft_cache` must be one of {DRAFT_CACHES}, got {self.draft_cache!r}")
-        if self.backend not in BACKENDS:
-            raise ValueError(f"`backend` must be one of {BACKENDS}, got {self.backend!r}")
         if self.mode not in policy_names():
             raise ValueError(f"`mode` must be one of {policy_names()}, got {self.mode!r}")
 

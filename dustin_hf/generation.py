@@ -10,7 +10,7 @@ from dustin_hf._compat import CACHE_ARG, CACHE_ARGS
 from dustin_hf.assembly import assemble
 from dustin_hf.cache import DustinCache
 from dustin_hf.config import DustinConfig
-from dustin_hf.engine import check_backend, run_steps
+from dustin_hf.engine import EagerEngine
 from dustin_hf.profile import DustinProfile
 from dustin_hf.stats import GenerationStats, StatsRecorder
 from dustin_hf.validation import check_inputs, check_mode, check_pair
@@ -116,12 +116,11 @@ class DustinGenerationMixin(_Model):
             cache=kwargs.get(CACHE_ARG),
         )
         parts, state = call.parts, call.state
-        recorder = StatsRecorder(state.sequences.device)
-        check_backend(call.config.backend, parts)
+        engine, recorder = EagerEngine(), StatsRecorder(state.sequences.device)
         try:
             with recorder.clock.phase("prefill"):
                 call.prefill()
-            run_steps(parts, state, call.gamma, recorder, call.config.backend, kwargs.get("streamer"))
+            engine.run(parts, state, call.gamma, recorder, kwargs.get("streamer"))
         except BaseException:
             call.abandon()
             raise
@@ -134,7 +133,7 @@ class DustinGenerationMixin(_Model):
         stats = recorder.finish(
             num_assistant_tokens=call.gamma,
             kv_bytes_per_token=call.kv_bytes_per_token,
-            backend=call.config.backend,
+            backend=engine.name,
             options=call.config.to_dict(),
         )
         output: dict[str, Any] = {"sequences": sequences, "stats": stats, CACHE_ARG: parts.cache}

@@ -21,7 +21,7 @@ class HeadScorer:
     def __init__(self, heads: Heads, group: int, scale: float):
         self.heads = heads
         self.scale = scale
-        self._kv_heads = {layer: torch.tensor(chosen) // group for layer, chosen in heads.items()}
+        self.kv_heads = {layer: torch.tensor(chosen) // group for layer, chosen in heads.items()}
 
     def __call__(
         self, queries: Queries, cache: DustinCache, lengths: torch.Tensor, counts: torch.Tensor
@@ -41,8 +41,6 @@ class HeadScorer:
         for layer, q in queries.items():
             keys = cache.layers[layer].keys
             at = keys.device
-            # moved once: a copy from the host in every step could not be captured
-            kv_heads = self._kv_heads[layer] = self._kv_heads[layer].to(at)
-            scores = srh_score(q.to(at), keys, kv_heads, lengths.to(at), counts.to(at), self.scale)
+            scores = srh_score(q.to(at), keys, self.kv_heads[layer].to(at), lengths.to(at), counts.to(at), self.scale)
             total += scores.to(total.device)
         return total

@@ -25,9 +25,8 @@ class GenerationStats:
         kv_bytes_per_token: bytes of keys and values of one token in the target's cache, all layers.
         draft_calls: forwards of the draft in the decode loop, each over the whole batch.
         target_calls: verification forwards, each over the whole batch.
-        seconds: wall time by phase: `prefill`, `draft`, `select` (scoring included), `verify`, `accept`; steps that
-            were replayed as one graph are `step`.
-        backend: what ran the steps: `"eager"` or `"graph"`.
+        seconds: wall time by phase: `prefill`, `draft`, `select` (scoring included), `verify`, `accept`.
+        backend: what ran the steps.
         options: the call's `DustinConfig` as a dict.
     """
 
@@ -97,7 +96,6 @@ class _Clock:
         self.marks: list[tuple[str, Any, Any]] = []
 
     def now(self) -> Any:
-        """The present moment, to be compared with a later one once the device is done."""
         if not self.cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -106,10 +104,6 @@ class _Clock:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Attribute the time spent inside to a phase. Nothing is noted while a graph is captured: nothing runs."""
-        if self.cuda and torch.cuda.is_current_stream_capturing():
-            yield
-            return
         begin = self.now()
         yield
         self.marks.append((name, begin, self.now()))
@@ -142,15 +136,6 @@ class StatsRecorder:
         active = committed > 0
         self.draft_calls += gamma
         self._steps.append((committed, drafted * active, read * active, full * active))
-
-    def take_last(self) -> tuple[torch.Tensor, ...]:
-        """Remove the step recorded last; the tensors of a captured step are overwritten by every replay."""
-        return self._steps.pop()
-
-    def record_replay(self, captured: tuple[torch.Tensor, ...], gamma: int) -> None:
-        """One more run of a captured step: keep what it has just left in its tensors."""
-        self.draft_calls += gamma
-        self._steps.append(tuple(x.clone() for x in captured))
 
     def finish(self, **fields: Any) -> GenerationStats:
         """The statistics; `fields` are those of `GenerationStats` that were not recorded here."""

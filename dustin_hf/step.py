@@ -137,5 +137,5 @@ def _tokens_read(selection: Selection, full: torch.Tensor, gamma: int) -> torch.
         return full
     per_set = (selection.indices >= 0).sum(-1).float().mean(-1)  # [n_sets, B]
     sets = selection.layer_sets
-    read = per_set[0] if sets is None else torch.stack([per_set[i] for i in sets]).mean(0)
+    read = per_set[0] if sets is None else per_set[list(sets)].mean(0)
     return read + gamma + 1

@@ -58,8 +58,6 @@ def check_caches_after_each_step(monkeypatch):
 
     def checked(parts, state, *args):
         step(parts, state, *args)
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            return  # nothing has run yet
         gamma = args[0]
         parts.cache.check_integrity()
         parts.proposer.cache.check_integrity()

@@ -58,57 +58,6 @@ def test_half_precision_is_finite_p08(pair, dtype, attention):
     assert seen and all(seen) and out[CACHE_ARG].layers[0].keys.dtype == dtype
 
 
-@pytest.mark.parametrize("kind", ["S", "D", "M", "self"])
-@pytest.mark.parametrize("budget", [24, 100_000])
-def test_graph_equals_eager(pair, kind, budget):
-    """Captured steps give the texts of eager ones, token for token, also in later calls of other shapes."""
-    target = on(pair.target, "cuda")
-    draft = target if kind == "self" else on(pair.drafts[kind], "cuda")
-    ends = [7, 20, 33, 41, 52, 90, 111, 140]
-    for new, gamma, eos in ((40, 4, None), (25, 2, ends), (40, 4, ends)):
-        options = {"max_new_tokens": new, "num_assistant_tokens": gamma, "eos_token_id": eos, "pad_token_id": 0}
-        results = [
-            run(target, draft, "cuda", cache_config={"budget": budget, "backend": backend}, **options)
-            for backend in ("eager", "graph")
-        ]
-        (eager_rows, eager), (rows, graph) = results
-        assert rows == eager_rows
-        assert graph.stats.backend == "graph" and graph.stats.seconds.get("step", 0) > 0
-        for name in ("committed", "drafted", "kv_tokens_read", "kv_tokens_full", "draft_calls", "target_calls"):
-            assert getattr(graph.stats, name) == getattr(eager.stats, name), name
-        assert graph[CACHE_ARG].lengths.tolist() == eager[CACHE_ARG].lengths.tolist()
-
-
-def test_graph_samples(pair):
-    """Graphs draw new random numbers in every replay, and honour seeds."""
-    target, draft = on(pair.target, "cuda"), on(pair.M, "cuda")
-    options = {"do_sample": True, "top_k": 20, "top_p": 0.9, "temperature": 0.8, "max_new_tokens": 60}
-    results = []
-    for seed in (0, 0, 1):
-        torch.manual_seed(seed)
-        results.append(run(target, draft, "cuda", cache_config={"backend": "graph"}, **options)[0])
-    assert results[0] == results[1] != results[2]
-
-
-def test_what_cannot_be_captured(pair):
-    target, draft = on(pair.target, "cuda"), on(pair.M, "cuda")
-    graph = {"cache_config": {"backend": "graph"}}
-    with pytest.raises(ValueError, match="`backend='graph'` cannot be had here: processors"):
-        run(target, draft, "cuda", repetition_penalty=1.2, **graph)
-    hook = draft.lm_head.register_forward_hook(lambda module, args, out: bool(out.isfinite().all()))
-    with pytest.raises(ValueError, match="hooks on the models would not run in replays"):
-        run(target, draft, "cuda", **graph)
-    hook.remove()
-    assert run(target, draft, "cuda", **graph)[1].stats.backend == "graph"
-
-
-@two
-def test_graph_on_a_device_that_is_not_current(pair):
-    target, draft = on(pair.target, "cuda:1"), on(pair.M, "cuda:1")
-    eager, graph = (run(target, draft, "cuda:1", cache_config={"backend": name})[0] for name in ("eager", "graph"))
-    assert eager == graph and torch.cuda.current_device() == 0
-
-
 def test_sampling_and_processors(pair):
     torch.manual_seed(0)
     options = {"do_sample": True, "top_k": 5, "repetition_penalty": 1.3}
