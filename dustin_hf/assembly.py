@@ -152,7 +152,7 @@ def assemble(
     if own_cache and draft is not None:
         have = 0 if draft_cache is None else draft_cache.capacity
         needed += kv_bytes_per_token(draft_config, draft.dtype) * (capacity - have)
-    check_capacity(needed * batch, target)
+    check_capacity(needed * batch, target, *([] if draft is None else [draft]))
 
     pad_token_id = 0 if pad is None else int(pad)
     sequences = input_ids.new_full((batch, limit + gamma + 1), pad_token_id, device=device)

@@ -1,5 +1,7 @@
 """Logits processors over a block of positions, each position seeing exactly the prefix that stock generate shows it."""
 
+import functools
+
 import torch
 from transformers.generation import logits_process as stock
 
@@ -102,13 +104,13 @@ def _constrain(
     result = scores.clone()
     for row, first in enumerate(columns):
         for position in range(min(scores.shape[1], limit - first)):
-            batch_id = row // processor._num_beams
-            allowed = processor._prefix_allowed_tokens_fn(batch_id, sequences[row, : first + position])
-            if len(allowed) == 0:
-                raise ValueError(f"`prefix_allowed_tokens_fn` returned an empty list for batch ID {batch_id}")
-            mask = torch.full_like(scores[row, position], float("-inf"))
-            mask[allowed] = 0
-            # where the allowed tokens are all ruled out already, the constraint wins
-            masked = scores[row, position] + mask
-            result[row, position] = mask if masked.amax().isneginf() else masked
+            prefix = sequences[row : row + 1, : first + position]
+            allowed = processor._prefix_allowed_tokens_fn(row // processor._num_beams, prefix[0])
+            # stock masks; a processor of one row, whose answer is known, sees only this row's own text
+            one_row = stock.PrefixConstrainedLogitsProcessor(functools.partial(_answer, allowed), num_beams=1)
+            result[row, position] = one_row(prefix, scores[row : row + 1, position])[0]
     return result
+
+
+def _answer(allowed: list[int], batch_id: int, text: torch.Tensor) -> list[int]:
+    return allowed

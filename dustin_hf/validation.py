@@ -156,9 +156,9 @@ def kv_bytes_per_token(config: "PreTrainedConfig", dtype: torch.dtype) -> int:
     return 2 * config.num_hidden_layers * heads * ModelFamily.head_dim(config) * dtype.itemsize
 
 
-def check_capacity(needed: int, model: "PreTrainedModel") -> None:
-    """Refuse caches that the model's devices cannot hold together, before anything is allocated."""
-    devices = {p.device for p in model.parameters()} - {torch.device("meta")}
+def check_capacity(needed: int, *models: "PreTrainedModel") -> None:
+    """Refuse caches that the models' devices cannot hold together, before anything is allocated."""
+    devices = {p.device for model in models for p in model.parameters()} - {torch.device("meta")}
     free = 0
     for device in devices:
         if device.type == "cuda":

@@ -37,6 +37,14 @@ class BlockAttention:
     selection: Selection
     heads: Heads
     queries: Queries = field(default_factory=dict)
+    _there: dict[torch.device, tuple[torch.Tensor, torch.Tensor | None]] = field(default_factory=dict, init=False)
+
+    def _on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`start` and the index sets on the device of a layer, copied there once per block."""
+        if device not in self._there:
+            indices = self.selection.indices
+            self._there[device] = self.start.to(device), None if indices is None else indices.to(device)
+        return self._there[device]
 
     def __call__(
         self, layer: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
@@ -46,12 +54,11 @@ class BlockAttention:
         if layer in self.heads:
             # selects, not a list index: that would copy the list to the device in every block
             self.queries[layer] = torch.stack([q[:, :, head] for head in self.heads[layer]], dim=2)
-        start = self.start.to(q.device)
-        if self.selection.indices is None:
+        start, indices = self._on(q.device)
+        if indices is None:
             return full_attention(q, keys, values, start, scale)[0]
         sets = self.selection.layer_sets
-        indices = self.selection.indices[0 if sets is None else sets[layer]]
-        return sparse_attention(q, keys, values, indices.to(q.device), start, scale)[0]
+        return sparse_attention(q, keys, values, indices[0 if sets is None else sets[layer]], start, scale)[0]
 
 
 def dustin_attention_forward(
