@@ -1,14 +1,22 @@
 """Which drafted tokens stand: greedy match and speculative sampling, each row by itself. Pure functions."""
 
+from collections.abc import Callable
+
 import torch
 
+# scores, drafts and their probabilities (None when greedy) -> tokens and how many drafts were accepted
+Accept = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]]
 
-def greedy_accept(scores: torch.Tensor, drafts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+
+def greedy_accept(
+    scores: torch.Tensor, drafts: torch.Tensor, draft_probs: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Keep drafts up to the first that is not the target's best token, then that best token.
 
     Args:
         scores: processed target scores of the block, `[B, gamma + 1, V]`.
         drafts: drafted tokens, `[B, gamma]`.
+        draft_probs: not looked at.
 
     Returns:
         `tokens [B, gamma + 1]`, of which the first `accepted + 1` are the step's result, and `accepted [B]`.
@@ -19,19 +27,21 @@ def greedy_accept(scores: torch.Tensor, drafts: torch.Tensor) -> tuple[torch.Ten
 
 
 def sampling_accept(
-    probs: torch.Tensor, draft_probs: torch.Tensor, drafts: torch.Tensor
+    scores: torch.Tensor, drafts: torch.Tensor, draft_probs: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Speculative sampling (Leviathan et al. 2023, algorithm 1): the result has the target's law whatever the draft's.
 
     Args:
-        probs: processed target probabilities of the block, `[B, gamma + 1, V]`.
-        draft_probs: the probabilities the drafts were drawn from, `[B, gamma, V]`.
+        scores: processed target scores of the block, `[B, gamma + 1, V]`.
         drafts: drafted tokens, `[B, gamma]`.
+        draft_probs: the probabilities the drafts were drawn from, `[B, gamma, V]`; None where gamma is 0.
 
     Returns:
         `tokens [B, gamma + 1]`, of which the first `accepted + 1` are the step's result, and `accepted [B]`.
     """
-    gamma = drafts.shape[1]
+    gamma, probs = drafts.shape[1], scores.softmax(-1)
+    if draft_probs is None:
+        draft_probs = probs[:, :0]
     p = probs[:, :-1].gather(-1, drafts[..., None]).squeeze(-1)
     q = draft_probs.gather(-1, drafts[..., None]).squeeze(-1)
     # u < p / q without the division; u is in [0, 1), so a token the target rules out (p = 0) is never kept

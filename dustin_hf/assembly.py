@@ -7,11 +7,14 @@ from typing import TYPE_CHECKING
 import torch
 from transformers.utils import logging
 
+from dustin_hf.acceptance import greedy_accept, sampling_accept
 from dustin_hf.cache import DustinCache
 from dustin_hf.collecting import ColumnCollector
 from dustin_hf.config import DEFAULT_NUM_ASSISTANT_TOKENS, DustinConfig, check_num_assistant_tokens
-from dustin_hf.drafting import ModelProposer, PromptLookupProposer, Proposer, input_device
+from dustin_hf.drafting import ModelProposer, PromptLookupProposer, Proposer
+from dustin_hf.forward import StockForward, input_device
 from dustin_hf.model_patches.families import family_of
+from dustin_hf.pool import Pool, rounded
 from dustin_hf.prefill import held_prefixes, prefill
 from dustin_hf.processing import for_drafts
 from dustin_hf.profile import DustinProfile, Heads
@@ -25,6 +28,7 @@ from dustin_hf.validation import (
     check_criteria,
     check_position_ids,
     check_processors,
+    free_bytes,
     kv_bytes_per_token,
     pads_of,
 )
@@ -67,7 +71,7 @@ class Call:
         """Fill the caches with the prompts."""
         parts, proposer, width = self.parts, self.parts.proposer, int(self.state.first[0])
         prompts = self.state.sequences[:, :width]
-        prefill(parts.target, parts.cache, prompts, self.pads, self.held, self.prefill_chunk_size)
+        prefill(parts.forward.model, parts.cache, prompts, self.pads, self.held, self.prefill_chunk_size)
         if isinstance(proposer, ModelProposer) and proposer.cache is not parts.cache:
             prompts = proposer.embeddable(prompts).to(input_device(proposer.model))
             prefill(proposer.model, proposer.cache, prompts, self.pads, self.draft_held, self.prefill_chunk_size)
@@ -101,6 +105,7 @@ def assemble(
     attention_mask: torch.Tensor | None,
     position_ids: torch.Tensor | None,
     cache: DustinCache | None,
+    pool: Pool,
 ) -> Call:
     """Check the inputs, resolve the options, allocate.
 
@@ -116,6 +121,7 @@ def assemble(
         attention_mask: `[B, W]`, 0 on pads; None where there are none.
         position_ids: accepted only if they count each row from 0.
         cache: of an earlier call, to continue from; changed.
+        pool: where storage comes from that earlier calls have left.
 
     Raises:
         ValueError: on inputs that cannot be served, before anything is allocated or changed.
@@ -141,43 +147,48 @@ def assemble(
     pad = generation_config._pad_token_tensor
     check_criteria(ending, batch, pad)
     capacity = limit - min(pads) + gamma + 1
+    if device.type == "cuda":
+        capacity = rounded(capacity)
     own_cache = draft is not None and draft is not target
     draft_cache = None
     if cache is not None:
         check_cache(cache, target_config, batch)
         if own_cache and cache.draft_model is not None and cache.draft_model() is draft:
             draft_cache = cache.draft
+    continued = cache is not None
+    if cache is None:
+        cache = pool.cache(target, batch, capacity, device)
+    if own_cache and draft is not None and draft_cache is None:
+        draft_cache = pool.cache(draft, batch, capacity, device)
+    models = (target,) if draft is None else (target, draft)
     per_token = kv_bytes_per_token(target_config, target.dtype)
-    needed = per_token * (capacity - (0 if cache is None else cache.capacity))
-    if own_cache and draft is not None:
-        have = 0 if draft_cache is None else draft_cache.capacity
-        needed += kv_bytes_per_token(draft_config, draft.dtype) * (capacity - have)
-    check_capacity(needed * batch, target, *([] if draft is None else [draft]))
+    needed = _missing(cache, capacity) * per_token
+    if draft is not None and draft_cache is not None:
+        needed += _missing(draft_cache, capacity) * kv_bytes_per_token(draft_config, draft.dtype)
+    if needed > (free_bytes(*models) or needed):
+        pool.make_room()
+    check_capacity(needed, *models)
 
     pad_token_id = 0 if pad is None else int(pad)
     sequences = input_ids.new_full((batch, limit + gamma + 1), pad_token_id, device=device)
     sequences[:, :width] = input_ids
-    held = draft_held = [0] * batch
-    if cache is None:
-        cache = DustinCache(target_config.num_hidden_layers, batch, capacity, device)
-    else:
+    held, draft_held = [0] * batch, [0] * batch
+    if continued:
         held = held_prefixes(cache, sequences[:, :width], pads)
         cache.grow(capacity)
         if cache.draft is not None:
             # also when another draft is used now: the tokens behind are about to change
             cache.draft.lengths = cache.draft.lengths.clamp(max=torch.tensor(held, device=cache.draft.lengths.device))
     if draft_cache is not None:
-        draft_held = draft_cache.lengths.tolist()
+        draft_held = draft_cache.lengths.tolist() if continued else draft_held
         draft_cache.grow(capacity)
-    elif own_cache:
-        draft_cache = DustinCache(draft_config.num_hidden_layers, batch, capacity, device)
 
     target_scorer = _head_scorer(target_config, profile.target_heads)
     draft_scorer = _head_scorer(draft_config, profile.draft_heads)
     policy = build_policy(PolicyContext(config, profile, target_scorer, draft_scorer))
     wants = generation_config.return_dict_in_generate
     parts = StepParts(
-        target=target,
+        forward=StockForward(target),
         cache=cache,
         proposer=_proposer(
             draft,
@@ -192,7 +203,7 @@ def assemble(
         policy=policy,
         processors=logits_processor,
         ending=ending,
-        do_sample=generation_config.do_sample,
+        accept=sampling_accept if generation_config.do_sample else greedy_accept,
         pad_token_id=pad_token_id,
         scores=ColumnCollector(width, limit) if wants and generation_config.output_scores else None,
         logits=ColumnCollector(width, limit) if wants and generation_config.output_logits else None,
@@ -201,6 +212,7 @@ def assemble(
         sequences,
         first=torch.full((batch,), width, device=device),
         finished=torch.zeros(batch, dtype=torch.bool, device=device),
+        limit=torch.tensor(limit, device=device),
     )
     chunk = generation_config.prefill_chunk_size
     return Call(parts, state, pads, held, draft_held, gamma, config, per_token, chunk)
@@ -222,9 +234,11 @@ def _proposer(
         max_ngram = generation_config.max_matching_ngram_size or 2
         return PromptLookupProposer(cache, vocab_size=vocab_size, do_sample=do_sample, max_ngram=max_ngram)
     shared = draft_cache is None
-    streams = config.draft_cache == "streaming" or (config.draft_cache == "auto" and shared)
+    kind = config.draft_cache
+    if kind == "auto":
+        kind = "streaming" if shared else "full"
     return ModelProposer(
-        draft,
+        StockForward(draft),
         cache if draft_cache is None else draft_cache,
         shared=shared,
         vocab_size=vocab_size,
@@ -232,9 +246,17 @@ def _proposer(
         do_sample=do_sample,
         heads=heads,
         limit=generation_config.max_length,
+        kind=kind if config.budget < cache.capacity else "full",
         sinks=config.sinks,
-        streaming=config.budget if streams and config.budget < cache.capacity else 0,
+        window=config.window,
+        size=config.budget,
     )
+
+
+def _missing(cache: DustinCache, capacity: int) -> int:
+    """Slots of all rows that have to be allocated still."""
+    have = cache.capacity if cache.layers[0].is_initialized else 0
+    return cache.batch_size * max(0, capacity - have)
 
 
 def _head_scorer(config: "PreTrainedConfig", heads: Heads) -> HeadScorer:

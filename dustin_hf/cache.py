@@ -5,6 +5,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
@@ -26,6 +27,18 @@ class _Shared:
     rows_start: int = 0
     start: torch.Tensor | None = None
     starts: dict[torch.device, torch.Tensor] = field(default_factory=dict)
+    # captured steps that point at this storage, by what else they depend on; and how often it was replaced
+    graphs: dict[Any, Any] = field(default_factory=dict)
+    generation: int = 0
+
+    def __getstate__(self) -> dict:
+        """Copies have storage of their own, to which no graph points."""
+        return {**self.__dict__, "graphs": {}, "generation": 0}
+
+    def replaced(self) -> None:
+        """Note that tensors have given way to others: graphs that point at them are of no use any more."""
+        self.graphs.clear()
+        self.generation += 1
 
     def start_on(self, device: torch.device) -> torch.Tensor:
         """The block cursor on the device of a layer, copied there once per block."""
@@ -139,13 +152,21 @@ class DustinCache(Cache):
         clone.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
         return clone
 
+    @classmethod
+    def over(cls, shared: _Shared, layers: list[DustinLayer]) -> "DustinCache":
+        """An empty cache in storage that another one has left."""
+        cache = cls(0, len(shared.lengths), 0, shared.lengths.device)
+        cache._shared, cache.layers = shared, layers
+        cache.reset()
+        return cache
+
     @property
     def lengths(self) -> torch.Tensor:
         return self._shared.lengths
 
     @lengths.setter
     def lengths(self, value: torch.Tensor) -> None:
-        self._shared.lengths = value
+        self._shared.lengths.copy_(value)  # in place: captured steps point at it
 
     @property
     def capacity(self) -> int:
@@ -204,6 +225,7 @@ class DustinCache(Cache):
         if more <= 0:
             return
         self._shared.capacity = capacity
+        self._shared.replaced()
         for layer in self.layers:
             if layer.is_initialized:
                 layer.keys = torch.nn.functional.pad(layer.keys, (0, 0, 0, more))
@@ -221,7 +243,8 @@ class DustinCache(Cache):
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the rows `indices`, in that order, repeats allowed."""
-        self.lengths = self.lengths[indices.to(self.lengths.device)]
+        self._shared.lengths = self.lengths[indices.to(self.lengths.device)]
+        self._shared.replaced()
         self.tokens = self.tokens[indices.to(self.tokens.device)]
         if self.draft is not None:
             self.draft.batch_select_indices(indices)

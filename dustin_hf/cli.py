@@ -1,6 +1,8 @@
 """The command line: `dustin-hf`."""
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,8 +14,10 @@ def app() -> "Typer":
     """The commands. Built on call, so that importing this module needs no extra."""
     import typer
 
+    from dustin_hf.eval.efficiency.cli import bench_app
+
     commands = typer.Typer(help="Dustin: sparse verification for speculative decoding of long contexts.")
-    commands.callback()(lambda: None)  # keeps `demo` a subcommand while it is the only one
+    commands.add_typer(bench_app(), name="bench")
 
     @commands.command()
     def demo(
@@ -29,13 +33,22 @@ def app() -> "Typer":
         """Summarise book excerpts in one ragged batch and show what verification read."""
         from dustin_hf import demo as demo_module
 
-        try:
+        with errors_end_it():
             demo_module.run(model, texts or demo_module.TEXTS, max_new_tokens, budget, gamma, device)
-        except (FileNotFoundError, ValueError) as error:
-            typer.echo(f"error: {error}", err=True)
-            raise typer.Exit(1) from error
 
     return commands
+
+
+@contextmanager
+def errors_end_it() -> Iterator[None]:
+    """What the user can mend is one line, and exit status 1."""
+    import typer
+
+    try:
+        yield
+    except (FileNotFoundError, ValueError) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from error
 
 
 def main() -> None:
@@ -43,5 +56,6 @@ def main() -> None:
     try:
         commands = app()
     except ModuleNotFoundError as error:
-        sys.exit(f"dustin-hf needs {error.name}: pip install 'dustin_hf[demo]'")
+        extra = "bench" if sys.argv[1:2] == ["bench"] else "demo"
+        sys.exit(f"dustin-hf needs {error.name}: pip install 'dustin_hf[{extra}]'")
     commands()

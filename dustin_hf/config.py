@@ -4,7 +4,8 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 DEFAULT_NUM_ASSISTANT_TOKENS = 4  # paper table 5: gamma 3 or 4
-DRAFT_CACHES = ("auto", "full", "streaming")
+DRAFT_CACHES = ("auto", "full", "streaming", "sparse")
+BACKENDS = ("auto", "graph", "eager")
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +22,10 @@ class DustinConfig:
         num_assistant_tokens (`int`, *optional*): drafted tokens per step (gamma). `generate(num_assistant_tokens=)`
             wins over it; without either the profile's, the assistant's generation config's, or 4.
         draft_cache (`str`): what the draft attends to: `"full"`, `"streaming"` (sinks and the most recent tokens,
-            `budget` in all), or `"auto"`: streaming where the target drafts for itself, else full.
+            `budget` in all), `"sparse"` (the `budget` tokens that the draft's last scores chose, and all that came
+            after), or `"auto"`: streaming where the target drafts for itself, else full.
+        backend (`str`): what runs the steps: `"graph"` (CUDA graphs), `"eager"` (op by op, the model's own forward),
+            or `"auto"`: the first that can be had. The statistics say which it was, and why.
         mode (`str`): selection policy: `"hybrid"` (Dustin-H), `"target"` (Dustin-T), `"draft"` (Dustin-D), `"full"`.
 
     Raises:
@@ -35,6 +39,7 @@ class DustinConfig:
     num_assistant_tokens: int | None = None
     draft_cache: str = "auto"
     mode: str = "hybrid"
+    backend: str = "auto"
 
     def __post_init__(self) -> None:
         from dustin_hf.selection import policy_names
@@ -53,6 +58,13 @@ class DustinConfig:
         check_num_assistant_tokens(self.num_assistant_tokens)
         if self.draft_cache not in DRAFT_CACHES:
             raise ValueError(f"`draft_cache` must be one of {DRAFT_CACHES}, got {self.draft_cache!r}")
+        if self.backend not in BACKENDS:
+            raise ValueError(f"`backend` must be one of {BACKENDS}, got {self.backend!r}")
+        if self.draft_cache == "sparse" and self.mode not in ("hybrid", "draft"):
+            raise ValueError(
+                f"`draft_cache='sparse'` follows the draft's scores, which mode {self.mode!r} does not make: "
+                "use mode 'hybrid' or 'draft', or another draft cache"
+            )
         if self.mode not in policy_names():
             raise ValueError(f"`mode` must be one of {policy_names()}, got {self.mode!r}")
 

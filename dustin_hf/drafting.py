@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 import torch
 from transformers.generation.logits_process import LogitsProcessorList
 
-from dustin_hf._compat import CACHE_ARG
 from dustin_hf.cache import DustinCache
+from dustin_hf.forward import Forward
+from dustin_hf.kernels.topk_select import topk_select
 from dustin_hf.model_patches.attention import BlockAttention
 from dustin_hf.processing import process_block
 from dustin_hf.profile import Heads
@@ -19,44 +20,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def input_device(model: "PreTrainedModel") -> torch.device:
-    """Where a model takes its ids. Offloaded weights are placeholders between forwards; accelerate's hook knows."""
-    embeddings = model.get_input_embeddings()
-    device = getattr(getattr(embeddings, "_hf_hook", None), "execution_device", None)
-    return next(embeddings.parameters()).device if device is None else torch.device(device)
-
-
-def forward_block(
-    model: "PreTrainedModel", cache: DustinCache, ids: torch.Tensor, attention: BlockAttention, logits_to_keep: int = 0
-) -> torch.Tensor:
-    """Run new tokens of every row through a model, writing their keys and values at `attention.start`.
-
-    Args:
-        model: switched to the "dustin" attention (`block_attention`).
-        cache: its storage is written, its lengths are not.
-        ids: new tokens, `[B, L]`.
-        attention: what they attend to.
-        logits_to_keep: positions to return, counted from the end; 0 for all.
-
-    Returns:
-        Logits `[B, L or logits_to_keep, V]`, float32, on the device of `ids`.
-    """
-    positions = attention.start[:, None] + torch.arange(ids.shape[1], device=ids.device)
-    device = input_device(model)
-    with cache.writing_block(attention.start):
-        out = model(
-            input_ids=ids.to(device),
-            position_ids=positions.clamp(min=0).to(device),
-            # a 4D mask is taken as it is, and the "dustin" attention does not look at it
-            attention_mask=ids.new_zeros(1, 1, 1, 1, dtype=torch.bool, device=device),
-            use_cache=True,
-            logits_to_keep=logits_to_keep,
-            dustin=attention,
-            **{CACHE_ARG: cache},
-        )
-    return out.logits.to(device=ids.device, dtype=torch.float32)
-
-
 def streaming_slots(lengths: torch.Tensor, sinks: int, size: int) -> torch.Tensor:
     """The first `sinks` and the most recent `size - sinks` slots of each row, `[1, B, 1, size]` int32 (MagicDec)."""
     places = torch.arange(size, device=lengths.device)
@@ -65,6 +28,25 @@ def streaming_slots(lengths: torch.Tensor, sinks: int, size: int) -> torch.Tenso
     # a recent slot that is a sink, or lies before the row, is unused: the row is shorter than `size`
     unused = torch.where(places < sinks, places >= lengths[:, None], recent < sinks)
     return slots.masked_fill(unused, -1).int()[None, :, None]
+
+
+def recent_slots(start: torch.Tensor, since: torch.Tensor, size: int) -> torch.Tensor:
+    """The slots `since[b] .. start[b] - 1` of each row, at most `size`, `[B, size]` int32; -1 is unused."""
+    slots = start[:, None] - size + torch.arange(size, device=start.device)
+    return slots.masked_fill(slots < since[:, None], -1).int()
+
+
+@dataclass
+class DraftView:
+    """What a sparse draft cache attends to, besides the tokens that came after it was chosen.
+
+    Args:
+        slots: the draft's own choice, `[B, k]` int32, -1 for unused.
+        since: tokens of each row when it was chosen, `[B]`.
+    """
+
+    slots: torch.Tensor
+    since: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +79,13 @@ class Proposer(ABC):
 
     @abstractmethod
     def propose(
-        self, sequences: torch.Tensor, first: torch.Tensor, columns: list[int] | None, lengths: torch.Tensor, gamma: int
+        self,
+        sequences: torch.Tensor,
+        first: torch.Tensor,
+        columns: list[int] | None,
+        lengths: torch.Tensor,
+        gamma: int,
+        view: DraftView | None = None,
     ) -> Draft:
         """Draft up to `gamma` tokens for every row.
 
@@ -107,7 +95,12 @@ class Proposer(ABC):
             columns: the same as Python ints, where processors need them.
             lengths: tokens of each row in the target's cache, `[B]`: all but the last one.
             gamma: tokens to draft, at least 1.
+            view: what a sparse draft cache attends to; None for the whole row.
         """
+
+    def choose_view(self, scores: torch.Tensor, lengths: torch.Tensor) -> DraftView | None:
+        """What the drafts of the next step attend to, from the draft's scores `[B, T]`; None where they are not sparse."""
+        return None
 
     @abstractmethod
     def commit(self, before: torch.Tensor, after: torch.Tensor, gamma: int) -> None:
@@ -118,7 +111,7 @@ class ModelProposer(Proposer):
     """Drafts with a model, one token per forward.
 
     Args:
-        model: an assistant model, or the target itself.
+        forward: of an assistant model, or of the target itself.
         cache: the assistant's own cache; for the target itself the target's, so that its prefill is shared.
         shared: whether `cache` is the target's. An own cache lacks the last token of a block that was accepted whole,
             so there the first forward of a step takes the last two tokens.
@@ -127,12 +120,15 @@ class ModelProposer(Proposer):
         do_sample: draw the tokens instead of taking the best.
         heads: layer -> query heads to keep the queries of.
         limit: column at which rows end.
-        sinks, streaming: attend to `sinks` and the most recent tokens, `streaming` in all; 0: to the whole row.
+        kind: what to attend to: `"full"`, the whole row; `"streaming"`, `sinks` and the most recent tokens, `size` in
+            all; `"sparse"`, the `size` tokens that the draft's last scores chose and all that came after (ours).
+        sinks, window: protected tokens of a choice.
+        size: slots of a choice.
     """
 
     def __init__(
         self,
-        model: "PreTrainedModel",
+        forward: Forward,
         cache: DustinCache,
         *,
         shared: bool,
@@ -141,19 +137,28 @@ class ModelProposer(Proposer):
         do_sample: bool,
         heads: Heads,
         limit: int,
+        kind: str,
         sinks: int,
-        streaming: int,
+        window: int,
+        size: int,
     ):
-        self.model: PreTrainedModel = model
+        self.forward: Forward = forward
+        self.model: PreTrainedModel = forward.model
         self.cache, self.heads = cache, heads
         self.catch_up = 0 if shared else 1
         self.vocab_size = vocab_size
-        self.own_vocab_size = model.config.get_text_config(decoder=True).vocab_size
+        self.own_vocab_size = self.model.config.get_text_config(decoder=True).vocab_size
         self.processors, self.do_sample = processors, do_sample
-        self.limit, self.sinks, self.streaming = limit, sinks, streaming
+        self.limit, self.kind, self.sinks, self.window, self.size = limit, kind, sinks, window, size
 
     def propose(
-        self, sequences: torch.Tensor, first: torch.Tensor, columns: list[int] | None, lengths: torch.Tensor, gamma: int
+        self,
+        sequences: torch.Tensor,
+        first: torch.Tensor,
+        columns: list[int] | None,
+        lengths: torch.Tensor,
+        gamma: int,
+        view: DraftView | None = None,
     ) -> Draft:
         rows = torch.arange(len(sequences), device=sequences.device)[:, None]
         ahead = torch.arange(-1 - self.catch_up, 0, device=sequences.device)
@@ -163,9 +168,8 @@ class ModelProposer(Proposer):
         probs: list[torch.Tensor] = []
         blocks: list[Queries] = []
         for i in range(gamma):
-            selection = Selection(streaming_slots(start, self.sinks, self.streaming) if self.streaming else None)
-            attention = BlockAttention(start, selection, self.heads)
-            logits = forward_block(self.model, self.cache, self.embeddable(ids), attention, logits_to_keep=1)
+            attention = BlockAttention(start, self._selection(start, gamma, view), self.heads)
+            logits = self.forward(self.cache, self.embeddable(ids), attention, logits_to_keep=1)
             blocks.append({layer: q[:, -1:] for layer, q in attention.queries.items()})
             here = None if columns is None else [column + i for column in columns]
             logits = self.in_target_vocabulary(logits)
@@ -181,6 +185,22 @@ class ModelProposer(Proposer):
         queries = {layer: torch.cat([block[layer] for block in blocks], dim=1) for layer in blocks[0]}
         return Draft(tokens, torch.stack(probs, dim=1) if self.do_sample else None, queries)
 
+    def choose_view(self, scores: torch.Tensor, lengths: torch.Tensor) -> DraftView | None:
+        if self.kind != "sparse":
+            return None
+        no_quota = torch.zeros_like(lengths)  # one tier is enough: the second, by the same scores
+        slots = topk_select(scores, scores, lengths, no_quota, self.sinks, self.window, self.size)
+        return DraftView(slots, lengths.clone())
+
+    def _selection(self, start: torch.Tensor, gamma: int, view: DraftView | None) -> Selection:
+        if self.kind == "streaming":
+            return Selection(streaming_slots(start, self.sinks, self.size))
+        if self.kind == "full" or view is None:
+            return Selection()
+        # behind the choice lie a block that was accepted whole, and the drafts of this step
+        recent = recent_slots(start, view.since, 2 * gamma)
+        return Selection(torch.cat([view.slots, recent], dim=1)[None, :, None])
+
     def commit(self, before: torch.Tensor, after: torch.Tensor, gamma: int) -> None:
         """An own cache holds the inputs of the draft's forwards: not the last draft, and nothing where none ran."""
         if self.catch_up:
@@ -194,6 +214,33 @@ class ModelProposer(Proposer):
         """Logits over the target's vocabulary: ids the draft lacks get probability 0, ids the target lacks are cut."""
         missing = self.vocab_size - logits.shape[-1]
         return torch.nn.functional.pad(logits, (0, missing), value=float("-inf"))
+
+
+class NoProposer(Proposer):
+    """Drafts nothing: for steps of gamma 0, which decode token by token.
+
+    Args:
+        cache: the target's.
+    """
+
+    model = None
+
+    def __init__(self, cache: DustinCache):
+        self.cache = cache
+
+    def propose(
+        self,
+        sequences: torch.Tensor,
+        first: torch.Tensor,
+        columns: list[int] | None,
+        lengths: torch.Tensor,
+        gamma: int,
+        view: DraftView | None = None,
+    ) -> Draft:
+        raise ValueError(f"`gamma` must be 0 without a draft, got {gamma}")
+
+    def commit(self, before: torch.Tensor, after: torch.Tensor, gamma: int) -> None:
+        """Nothing is kept from step to step."""
 
 
 class PromptLookupProposer(Proposer):
@@ -212,7 +259,13 @@ class PromptLookupProposer(Proposer):
         self.cache, self.vocab_size, self.do_sample, self.max_ngram = cache, vocab_size, do_sample, max_ngram
 
     def propose(
-        self, sequences: torch.Tensor, first: torch.Tensor, columns: list[int] | None, lengths: torch.Tensor, gamma: int
+        self,
+        sequences: torch.Tensor,
+        first: torch.Tensor,
+        columns: list[int] | None,
+        lengths: torch.Tensor,
+        gamma: int,
+        view: DraftView | None = None,
     ) -> Draft:
         rows = torch.arange(len(sequences), device=sequences.device)[:, None]
         begin = first - lengths - 1  # pads of each row

@@ -13,6 +13,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from dustin_hf.generation import CACHE_IMPLEMENTATION, DustinGenerationMixin, is_requested
 from dustin_hf.model_patches.attention import ATTENTION_NAME, dustin_attention_forward
 from dustin_hf.model_patches.families import family_of
+from dustin_hf.pool import Pool
 from dustin_hf.profile import DustinProfile
 
 if TYPE_CHECKING:
@@ -112,6 +113,7 @@ def _push_profile(model: Any, handle: DustinHandle | None, profile: DustinProfil
             "__reduce_ex__": _reduce_as_original,
             "_dustin_original": original,
             "_dustin_profiles": [],
+            "_dustin_pool": Pool(),
         }
         # save_pretrained writes the class's name as the architecture, so the subclass keeps it
         model.__class__ = type(original.__name__, (DustinGenerationMixin, original), namespace)
@@ -126,6 +128,7 @@ def _pop_profile(model: Any, handle: DustinHandle | None) -> None:
     profiles = model._dustin_profiles
     profiles[:] = [entry for entry in profiles if entry[0] is not handle]
     if not profiles:
+        model._dustin_pool.close()
         model.__class__ = type(model)._dustin_original
         _enabled.discard(model)
 

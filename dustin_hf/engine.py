@@ -1,63 +1,214 @@
-"""Runs speculative steps until every row has ended. The eager engine: plain PyTorch, any device, the reference."""
+"""Runs speculative steps until every row has ended: captured on CUDA where that is possible, else op by op."""
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers.utils import logging
 
+from dustin_hf.drafting import ModelProposer
+from dustin_hf.fused import fusion_obstacle
+from dustin_hf.graphs import CapturedForward, StepGraph, step_key
 from dustin_hf.model_patches.attention import block_attention
+from dustin_hf.pool import Pool, rounded
 from dustin_hf.processing import needs_prefix
 from dustin_hf.stats import StatsRecorder
-from dustin_hf.step import DecodeState, StepParts, speculative_step
+from dustin_hf.step import REPORT, DecodeState, StepParts, speculative_step
 from dustin_hf.streaming import BatchStreamer
 
 if TYPE_CHECKING:
     from transformers.generation.streamers import BaseStreamer
 
+logger = logging.get_logger(__name__)
 
-class EagerEngine:
-    """Runs each step op by op, with one host synchronisation a step."""
 
-    name = "eager"
+@dataclass(frozen=True)
+class Backend:
+    """What runs the steps of a call.
 
-    def run(
-        self,
-        parts: StepParts,
-        state: DecodeState,
-        gamma: int,
-        recorder: StatsRecorder,
-        streamer: "BaseStreamer | None" = None,
-    ) -> None:
-        """Step until every row has ended. Changes `state` and the caches; the models are left as they were.
+    Args:
+        name: `"graph"`, `"compiled"` or `"eager"`.
+        reason: why that one, in words.
+        whole: whether a step is one graph; else each forward is.
+    """
 
-        Args:
-            parts: models, caches and rules of the call.
-            state: rows after prefill.
-            gamma: most tokens drafted in a step.
-            recorder: gets counts and times.
-            streamer: receives new tokens step by step: of a single row, or of all if it is a `BatchStreamer`.
-        """
-        limit = parts.ending.limit
-        prefixes = needs_prefix(parts.processors)
-        columns = state.first.tolist()
-        models = [m for m in (parts.target, parts.proposer.model) if m is not None]
-        with block_attention(*models):
-            while any(column < limit for column in columns):
+    name: str
+    reason: str
+    whole: bool = False
+
+
+def choose_backend(asked: str, parts: StepParts) -> Backend:
+    """The backend that `asked` stands for here.
+
+    Raises:
+        ValueError: if `"graph"` is asked for where nothing can be captured.
+    """
+    if asked == "eager":
+        return Backend("eager", "asked for")
+    obstacle = _capture_obstacle(parts)
+    if obstacle is not None:
+        if asked == "graph":
+            raise ValueError(f"`backend='graph'` cannot be had here: {obstacle}; use 'auto' or 'eager'")
+        return Backend("eager", obstacle)
+    between = _between_obstacle(parts)
+    if between is None:
+        return Backend("graph", "one CUDA graph a step", whole=True)
+    return Backend("graph", f"one CUDA graph for each forward: {between}")
+
+
+def _models(parts: StepParts) -> list[Any]:
+    return [model for model in (parts.forward.model, parts.proposer.model) if model is not None]
+
+
+def _capture_obstacle(parts: StepParts) -> str | None:
+    """Why not even a forward can be captured."""
+    models = _models(parts)
+    devices = {p.device for model in models for p in model.parameters()}
+    if {device.type for device in devices} != {"cuda"}:
+        return "not all weights are on CUDA"
+    if len(devices) > 1:
+        return "weights are on several devices"
+    if any(m._forward_hooks or m._forward_pre_hooks or hasattr(m, "_hf_hook") for x in models for m in x.modules()):
+        return "hooks on the models would not run in replays"
+    return None
+
+
+def _between_obstacle(parts: StepParts) -> str | None:
+    """Why the host has a say inside a step."""
+    if needs_prefix(parts.processors):
+        return "processors look at the text"
+    if parts.ending.others:
+        return "stopping criteria look at the text"
+    if parts.scores is not None or parts.logits is not None:
+        return "scores or logits are collected"
+    return None
+
+
+def run_steps(
+    parts: StepParts,
+    state: DecodeState,
+    gamma: int,
+    recorder: StatsRecorder,
+    backend: Backend,
+    pool: Pool,
+    streamer: "BaseStreamer | None" = None,
+) -> Backend:
+    """Step until every row has ended, with one host synchronisation a step.
+
+    Changes `state` and the caches; the models are left as they were.
+
+    Args:
+        parts: models, caches and rules of the call.
+        state: rows after prefill.
+        gamma: most tokens drafted in a step.
+        recorder: gets counts and times.
+        backend: from `choose_backend`.
+        pool: of the target.
+        streamer: receives new tokens step by step: of a single row, or of all if it is a `BatchStreamer`.
+
+    Returns:
+        What ran in the end: another one if a capture failed.
+    """
+    limit = parts.ending.limit
+    columns = state.first.tolist()
+    if backend.name != "eager":
+        parts = with_fused_forwards(parts, pool)
+    steps = CapturedSteps(parts, state, gamma, recorder, pool, backend) if backend.whole else None
+    if backend.name == "graph" and steps is None:
+        parts = _captured_forwards(parts, pool)
+    prefixes = needs_prefix(parts.processors)
+    with block_attention(*_models(parts)):
+        while any(column < limit for column in columns):
+            if steps is not None:
+                drafts, figures = gamma, steps.run()
+            else:
                 # nobody needs more drafts than fit before the target's own token
                 drafts = min(gamma, limit - min(columns) - 1)
-                before = columns
-                speculative_step(parts, state, drafts, columns if prefixes else None, recorder)
-                first, finished = torch.stack([state.first, state.finished.long()]).tolist()
-                if streamer is not None:
-                    _stream(streamer, state.sequences, before, first)
-                columns = [limit if end else column for end, column in zip(finished, first)]
-        if streamer is not None:
-            streamer.end()
+                seen = columns if prefixes else None
+                figures = speculative_step(parts, state, drafts, seen, recorder.clock).tolist()  # the synchronisation
+            first, finished, committed, drafted, read, full = figures[: len(REPORT)]
+            recorder.record([int(n) for n in committed], [int(n) for n in drafted], read, full, drafts)
+            if streamer is not None:
+                tokens = zip(*figures[len(REPORT) :])
+                _stream(streamer, [[int(token) for token in row[: int(n)]] for row, n in zip(tokens, committed)])
+            columns = [limit if end else int(column) for end, column in zip(finished, first)]
+    if streamer is not None:
+        streamer.end()
+    if steps is not None:
+        steps.store()
+        return steps.backend
+    return backend
 
 
-def _stream(streamer: "BaseStreamer", sequences: torch.Tensor, before: list[int], first: list[int]) -> None:
-    """Hand over the tokens between two steps; rows that have ended stand at the limit `before` and have none."""
-    new = [sequences[row, begin:end] for row, (begin, end) in enumerate(zip(before, first))]
+class CapturedSteps:
+    """The steps of one call: two as they are, unless an earlier call has captured them, then replays."""
+
+    def __init__(
+        self, parts: StepParts, state: DecodeState, gamma: int, recorder: StatsRecorder, pool: Pool, backend: Backend
+    ):
+        self.parts, self.state, self.gamma, self.recorder, self.pool = parts, state, gamma, recorder, pool
+        self.backend = backend
+        self.columns = rounded(state.sequences.shape[1])
+        self.key = step_key(parts, gamma, self.columns)
+        self.graphs = parts.cache._shared.graphs
+        self.graph: StepGraph | None = None
+        self.steps = 0
+
+    def run(self) -> list[list[float]]:
+        """The next step; returns its report, once it is there."""
+        self.steps += 1
+        # the first one reads everything; the second compiles the kernels of all the others
+        if self.graph is None and (self.steps > 2 or (self.steps == 2 and self.key in self.graphs)):
+            self._begin()
+        if self.graph is None:
+            return speculative_step(self.parts, self.state, self.gamma, None, self.recorder.clock).tolist()
+        report: list[list[float]] = self.graph.replay().tolist()
+        self.recorder.replayed.update(self.graph.clock.seconds())
+        return report
+
+    def _begin(self) -> None:
+        if not self.backend.whole:
+            return
+        if self.key not in self.graphs:
+            with self.recorder.clock.phase("capture"):
+                try:
+                    graph = StepGraph(self.parts, self.state, self.gamma, self.columns, self.pool)
+                except RuntimeError as error:
+                    logger.warning_once(  # type: ignore[attr-defined]  # transformers adds it
+                        f"a step could not be captured as a CUDA graph and runs op by op: {error}"
+                    )
+                    self.backend = Backend("eager", f"capture failed: {error}")
+                    return
+            self.graphs[self.key] = graph
+        self.graph = self.graphs[self.key]
+        self.graph.load(self.state)
+
+    def store(self) -> None:
+        """Put what the replays left where the call looks for it."""
+        if self.graph is not None:
+            self.graph.store(self.state)
+
+
+def with_fused_forwards(parts: StepParts, pool: Pool) -> StepParts:
+    """The same steps over fused forwards, for the models that have one."""
+    proposer, positions = parts.proposer, parts.cache.capacity
+    if isinstance(proposer, ModelProposer) and fusion_obstacle(proposer.model) is None:
+        proposer.forward = pool.fused(proposer.model, positions)
+    if fusion_obstacle(parts.forward.model) is None:
+        parts = replace(parts, forward=pool.fused(parts.forward.model, positions))
+    return parts
+
+
+def _captured_forwards(parts: StepParts, pool: Pool) -> StepParts:
+    proposer = parts.proposer
+    if isinstance(proposer, ModelProposer):
+        proposer.forward = CapturedForward(proposer.forward, pool)
+    return replace(parts, forward=CapturedForward(parts.forward, pool))
+
+
+def _stream(streamer: "BaseStreamer", rows: list[list[int]]) -> None:
+    """Hand over the new tokens of a step; rows that have ended have none."""
     if isinstance(streamer, BatchStreamer):
-        streamer.put_rows([row.tolist() for row in new])
-    elif len(new[0]):
-        streamer.put(new[0].cpu())
+        streamer.put_rows(rows)
+    elif rows[0]:
+        streamer.put(torch.tensor(rows[0]))

@@ -10,7 +10,8 @@ from dustin_hf._compat import CACHE_ARG, CACHE_ARGS
 from dustin_hf.assembly import assemble
 from dustin_hf.cache import DustinCache
 from dustin_hf.config import DustinConfig
-from dustin_hf.engine import EagerEngine
+from dustin_hf.engine import choose_backend, run_steps
+from dustin_hf.pool import Pool
 from dustin_hf.profile import DustinProfile
 from dustin_hf.stats import GenerationStats, StatsRecorder
 from dustin_hf.validation import check_inputs, check_mode, check_pair
@@ -59,8 +60,10 @@ class DustinGenerationMixin(_Model):
     `enable` puts it in front of a model's own class. Stock `generate` still prepares inputs, processors and criteria.
     """
 
-    # set by `enable` on the class it makes: the class it came from, and (handle, profile) of each `enable`
+    # set by `enable` on the class it makes: the class it came from, (handle, profile) of each `enable`, and what later
+    # calls use again
     _dustin_original: type
+    _dustin_pool: Pool
     _dustin_profiles: list[tuple[object, DustinProfile | None]]
 
     def generate(self, inputs=None, generation_config=None, *args, **kwargs):
@@ -114,13 +117,14 @@ class DustinGenerationMixin(_Model):
             attention_mask=kwargs.get("attention_mask"),
             position_ids=kwargs.get("position_ids"),
             cache=kwargs.get(CACHE_ARG),
+            pool=self._dustin_pool,
         )
         parts, state = call.parts, call.state
-        engine, recorder = EagerEngine(), StatsRecorder(state.sequences.device)
+        backend, recorder = choose_backend(call.config.backend, parts), StatsRecorder(state.sequences.device)
         try:
             with recorder.clock.phase("prefill"):
                 call.prefill()
-            engine.run(parts, state, call.gamma, recorder, kwargs.get("streamer"))
+            backend = run_steps(parts, state, call.gamma, recorder, backend, self._dustin_pool, kwargs.get("streamer"))
         except BaseException:
             call.abandon()
             raise
@@ -133,7 +137,8 @@ class DustinGenerationMixin(_Model):
         stats = recorder.finish(
             num_assistant_tokens=call.gamma,
             kv_bytes_per_token=call.kv_bytes_per_token,
-            backend=engine.name,
+            backend=backend.name,
+            backend_reason=backend.reason,
             options=call.config.to_dict(),
         )
         output: dict[str, Any] = {"sequences": sequences, "stats": stats, CACHE_ARG: parts.cache}

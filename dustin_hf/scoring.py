@@ -21,7 +21,15 @@ class HeadScorer:
     def __init__(self, heads: Heads, group: int, scale: float):
         self.heads = heads
         self.scale = scale
-        self.kv_heads = {layer: torch.tensor(chosen) // group for layer, chosen in heads.items()}
+        self.group = group
+        self._kv_heads: dict[tuple[int, torch.device], torch.Tensor] = {}
+
+    def kv_heads(self, layer: int, device: torch.device) -> torch.Tensor:
+        """The key/value head of each chosen head, `[NH]`; copied to a device once, for a step copies nothing."""
+        key = (layer, device)
+        if key not in self._kv_heads:
+            self._kv_heads[key] = torch.tensor(self.heads[layer], device=device) // self.group
+        return self._kv_heads[key]
 
     def __call__(
         self, queries: Queries, cache: DustinCache, lengths: torch.Tensor, counts: torch.Tensor
@@ -37,10 +45,12 @@ class HeadScorer:
         Returns:
             `[B, capacity]` float32, zero from `lengths[b]` on, on the device of `lengths`.
         """
-        total = torch.zeros(len(lengths), cache.capacity, device=lengths.device)
+        total = torch.zeros(len(lengths), cache.capacity, dtype=torch.float32, device=lengths.device)
         for layer, q in queries.items():
             keys = cache.layers[layer].keys
             at = keys.device
-            scores = srh_score(q.to(at), keys, self.kv_heads[layer].to(at), lengths.to(at), counts.to(at), self.scale)
-            total += scores.to(total.device)
+            part = total if at == total.device else torch.zeros_like(total, device=at)
+            srh_score(part, q.to(at), keys, self.kv_heads(layer, at), lengths.to(at), counts.to(at), self.scale)
+            if part is not total:
+                total += part.to(total.device)
         return total

@@ -37,6 +37,8 @@ class Signals:
         draft_cache: the draft's cache.
         draft_queries: layer -> `[B, gamma, NH, D]`, the lookahead queries; empty where no model drafted in this step.
         draft_counts: lookahead queries of each row that count, `[B]`; rows near their limit have fewer than gamma.
+        target_scores, draft_scores: of the policy's scorers, `[B, T]` float32; None where it has none, or where no
+            model drafted.
     """
 
     lengths: torch.Tensor
@@ -45,17 +47,27 @@ class Signals:
     draft_cache: DustinCache
     draft_queries: Queries
     draft_counts: torch.Tensor
+    target_scores: torch.Tensor | None = None
+    draft_scores: torch.Tensor | None = None
 
 
 class SelectionPolicy(ABC):
     """Chooses the slots of each step.
 
-    `target_heads` and `draft_heads` name the query heads (layer -> heads) that the forwards have to keep for it.
+    `target_heads` and `draft_heads` name the query heads (layer -> heads) that the forwards have to keep for it, and
+    `target_scorer` and `draft_scorer`, where there are any, turn their queries into scores before it is asked.
     The first step after a prefill has no history and is verified in full, so `select` is not asked for it.
     """
 
     target_heads: Heads = {}
     draft_heads: Heads = {}
+    target_scorer: HeadScorer | None = None
+    draft_scorer: HeadScorer | None = None
+
+    @property
+    def signature(self) -> tuple:
+        """What its choice depends on, besides signals: captured steps are used again by policies of equal signature."""
+        return (id(self),)
 
     @abstractmethod
     def select(self, signals: Signals) -> Selection:
@@ -64,6 +76,10 @@ class SelectionPolicy(ABC):
 
 class FullPolicy(SelectionPolicy):
     """Every committed token: vanilla verification."""
+
+    @property
+    def signature(self) -> tuple:
+        return (type(self).__name__,)
 
     def select(self, signals: Signals) -> Selection:
         return Selection()
@@ -83,18 +99,21 @@ class HybridPolicy(SelectionPolicy):
 
     def __init__(self, *, k: int, sinks: int, window: int, m: int, target: HeadScorer, draft: HeadScorer | None):
         self.k, self.sinks, self.window, self.m = k, sinks, window, m
-        self.target, self.draft = target, draft
+        self.target_scorer, self.draft_scorer = target, draft
         self.target_heads = target.heads
         self.draft_heads = draft.heads if draft is not None else {}
 
+    @property
+    def signature(self) -> tuple:
+        heads = (tuple(self.target_heads.items()), tuple(self.draft_heads.items()))
+        return (type(self).__name__, self.k, self.sinks, self.window, self.m, *heads)
+
     def select(self, signals: Signals) -> Selection:
-        shape = (len(signals.lengths), signals.target_cache.capacity)
-        draft_scores = torch.zeros(shape, device=signals.lengths.device)
-        if self.draft is not None:
-            draft_scores = self.draft(signals.draft_queries, signals.draft_cache, signals.lengths, signals.draft_counts)
-        target_scores = self.target(
-            signals.target_queries, signals.target_cache, signals.lengths, torch.ones_like(signals.lengths)
-        )
+        target_scores = signals.target_scores
+        assert target_scores is not None
+        draft_scores = signals.draft_scores
+        if draft_scores is None:
+            draft_scores = torch.zeros_like(target_scores)
         indices = topk_select(
             draft_scores,
             target_scores,
@@ -102,7 +121,7 @@ class HybridPolicy(SelectionPolicy):
             torch.where(signals.draft_counts > 0, self.m, 0),
             self.sinks,
             self.window,
-            min(self.k, max(shape[1], self.sinks + self.window)),
+            min(self.k, max(signals.target_cache.capacity, self.sinks + self.window)),
         )
         return Selection(indices[None, :, None])
 

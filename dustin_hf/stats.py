@@ -25,8 +25,10 @@ class GenerationStats:
         kv_bytes_per_token: bytes of keys and values of one token in the target's cache, all layers.
         draft_calls: forwards of the draft in the decode loop, each over the whole batch.
         target_calls: verification forwards, each over the whole batch.
-        seconds: wall time by phase: `prefill`, `draft`, `select` (scoring included), `verify`, `accept`.
-        backend: what ran the steps.
+        seconds: wall time by phase: `prefill`, `draft`, `select` (scoring included), `verify`, `accept`, and
+            `capture` where CUDA graphs were made.
+        backend: what ran the steps: `"graph"`, `"compiled"` or `"eager"`.
+        backend_reason: why that one.
         options: the call's `DustinConfig` as a dict.
     """
 
@@ -40,6 +42,7 @@ class GenerationStats:
     target_calls: int
     seconds: dict[str, float]
     backend: str
+    backend_reason: str
     options: dict[str, Any]
 
     @property
@@ -88,65 +91,86 @@ class GenerationStats:
         return {**self.__dict__, **{name: getattr(self, name) for name in derived}}
 
 
-class _Clock:
-    """Wall time by phase: the host clock on CPU, events on CUDA, so that timing costs no synchronisation there."""
+class Clock:
+    """Wall time by phase: the host clock on CPU, events on CUDA, so that timing costs no synchronisation there.
 
-    def __init__(self, device: torch.device):
-        self.cuda = device.type == "cuda"
+    Args:
+        device: whose work is timed.
+        captured: whether the work is being captured: then the marks speak of the latest replay.
+    """
+
+    def __init__(self, device: torch.device, captured: bool = False):
+        self.device, self.captured = device, captured
         self.marks: list[tuple[str, Any, Any]] = []
 
     def now(self) -> Any:
-        if not self.cuda:
+        """The present moment, to be compared with a later one once the device is done."""
+        if self.device.type != "cuda":
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        event = torch.cuda.Event(enable_timing=True, external=self.captured)
+        event.record(torch.cuda.current_stream(self.device))
         return event
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
+        """Attribute the time spent inside to a phase."""
         begin = self.now()
         yield
         self.marks.append((name, begin, self.now()))
 
     def seconds(self) -> dict[str, float]:
-        if self.cuda:
-            torch.cuda.synchronize()
+        """Seconds of each phase so far. On CUDA the device must be done with them."""
+        on_cuda = self.device.type == "cuda"
         total: dict[str, float] = {}
         for name, begin, end in self.marks:
-            spent = begin.elapsed_time(end) / 1e3 if self.cuda else end - begin
+            spent = begin.elapsed_time(end) / 1e3 if on_cuda else end - begin
             total[name] = total.get(name, 0.0) + spent
         return total
 
 
 @dataclass
 class StatsRecorder:
-    """Collects device tensors step by step; `finish` brings them to the host once."""
+    """Collects what each step reports, on the host.
+
+    Args:
+        device: of the steps.
+        draft_calls: forwards of the draft so far.
+        replayed: seconds of each phase in replayed steps.
+    """
 
     device: torch.device
     draft_calls: int = 0
-    _steps: list[tuple[torch.Tensor, ...]] = field(default_factory=list)
+    replayed: Counter[str] = field(default_factory=Counter)
+    _steps: list[tuple[list[int], list[int], list[float], list[float]]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.clock = _Clock(self.device)
+        self.clock = Clock(self.device)
 
     def record(
-        self, committed: torch.Tensor, drafted: torch.Tensor, read: torch.Tensor, full: torch.Tensor, gamma: int
+        self, committed: list[int], drafted: list[int], read: list[float], full: list[float], gamma: int
     ) -> None:
-        """One step: `[B]` tensors of tokens kept, drafted, and attended to (`read`) or attendable (`full`)."""
-        active = committed > 0
+        """One step: of each row, tokens kept, drafted, and attended to (`read`) or attendable (`full`)."""
         self.draft_calls += gamma
-        self._steps.append((committed, drafted * active, read * active, full * active))
+        self._steps.append((committed, drafted, read, full))
 
     def finish(self, **fields: Any) -> GenerationStats:
         """The statistics; `fields` are those of `GenerationStats` that were not recorded here."""
-        committed, drafted, read, full = (torch.stack(column).T.tolist() for column in zip(*self._steps))
+        # only steps in which the row was not finished yet count for it
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        seconds = Counter(self.clock.seconds()) + self.replayed
+        batch = len(self._steps[0][0]) if self._steps else 0
+        rows = [
+            [figures for figures in (tuple(column[b] for column in step) for step in self._steps) if figures[0] > 0]
+            for b in range(batch)
+        ]
         return GenerationStats(
-            committed=[[n for n in row if n > 0] for row in committed],
-            drafted=[sum(row) for row in drafted],
-            kv_tokens_read=[sum(row) for row in read],
-            kv_tokens_full=[sum(row) for row in full],
+            committed=[[int(step[0]) for step in row] for row in rows],
+            drafted=[int(sum(step[1] for step in row)) for row in rows],
+            kv_tokens_read=[sum(step[2] for step in row) for row in rows],
+            kv_tokens_full=[sum(step[3] for step in row) for row in rows],
             draft_calls=self.draft_calls,
             target_calls=len(self._steps),
-            seconds=self.clock.seconds(),
+            seconds=dict(seconds),
             **fields,
         )

@@ -19,7 +19,12 @@ class Ending:
         self.eos, self.limit = eos, limit
 
     def __call__(
-        self, sequences: torch.Tensor, first: torch.Tensor, tokens: torch.Tensor, kept: torch.Tensor
+        self,
+        sequences: torch.Tensor,
+        first: torch.Tensor,
+        tokens: torch.Tensor,
+        kept: torch.Tensor,
+        limit: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Cut a block.
 
@@ -28,12 +33,13 @@ class Ending:
             first: column of the block's first token, `[B]`.
             tokens: the block, `[B, L]`.
             kept: tokens of it that acceptance keeps, `[B]`; 0 for rows that have ended before.
+            limit: the column at which rows end, as a scalar on the device.
 
         Returns:
             `kept [B]`, cut after the first token that ends the row, and `ended [B]`.
         """
-        kept = torch.minimum(kept, (self.limit - first).clamp(min=0))
-        ended = first + kept >= self.limit
+        kept = torch.minimum(kept, (limit - first).clamp(min=0))
+        ended = first + kept >= limit
         index = torch.arange(tokens.shape[1], device=tokens.device)
         if self.eos is not None:
             is_end = torch.isin(tokens, self.eos.to(tokens.device)) & (index < kept[:, None])

@@ -156,24 +156,33 @@ def kv_bytes_per_token(config: "PreTrainedConfig", dtype: torch.dtype) -> int:
     return 2 * config.num_hidden_layers * heads * ModelFamily.head_dim(config) * dtype.itemsize
 
 
-def check_capacity(needed: int, *models: "PreTrainedModel") -> None:
-    """Refuse caches that the models' devices cannot hold together, before anything is allocated."""
-    devices = {p.device for model in models for p in model.parameters()} - {torch.device("meta")}
+def free_bytes(*models: "PreTrainedModel") -> int | None:
+    """Bytes that the models' devices can still give, together; None where that is not known."""
     free = 0
-    for device in devices:
+    for device in _devices(models):
         if device.type == "cuda":
             free += torch.cuda.mem_get_info(device)[0]
             free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         elif device.type == "cpu":
             free += psutil.virtual_memory().available
         else:
-            return
-    if devices and needed > free:
+            return None
+    return free
+
+
+def check_capacity(needed: int, *models: "PreTrainedModel") -> None:
+    """Refuse caches that the models' devices cannot hold together, before anything is allocated."""
+    free, devices = free_bytes(*models), _devices(models)
+    if devices and free is not None and needed > free:
         names = ", ".join(sorted(map(str, devices)))
         raise ValueError(
             f"the KV caches need {needed:,} bytes, but {names} has {free:,} free: "
             "use a smaller batch, shorter prompts, or a smaller `max_new_tokens`"
         )
+
+
+def _devices(models: tuple["PreTrainedModel", ...]) -> set[torch.device]:
+    return {p.device for model in models for p in model.parameters()} - {torch.device("meta")}
 
 
 def check_cache(cache: DustinCache, config: "PreTrainedConfig", batch: int) -> None:

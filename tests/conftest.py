@@ -57,12 +57,15 @@ def check_caches_after_each_step(monkeypatch):
     step = dustin_hf.engine.speculative_step
 
     def checked(parts, state, *args):
-        step(parts, state, *args)
+        report = step(parts, state, *args)
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            return report  # nothing has run yet
         gamma = args[0]
         parts.cache.check_integrity()
         parts.proposer.cache.check_integrity()
         # a draft's own cache lacks at most the token of a block accepted whole, and one more where nothing was drafted
         missing = parts.cache.lengths - parts.proposer.cache.lengths
         assert missing.min() >= 0 and missing.max() <= (1 if gamma > 0 else 2)
+        return report
 
     monkeypatch.setattr(dustin_hf.engine, "speculative_step", checked)

@@ -1,12 +1,14 @@
 """On CUDA devices, by hand: `pytest -m gpu`. The same texts as on the CPU, half precision, models on several."""
 
 import copy
+import gc
 
 import pytest
 import torch
 from accelerate import dispatch_model
 from helpers import dustin, padded, plain
 
+import dustin_hf
 from dustin_hf._compat import CACHE_ARG
 from dustin_hf.testing import left_pad, random_prompts, tiny_model
 
@@ -21,8 +23,6 @@ def on(model, device, dtype=torch.float32):
 
 def run(target, draft, device, **kwargs):
     """`helpers.dustin` with the inputs on a device."""
-    import dustin_hf
-
     kwargs = {"do_sample": False, "max_new_tokens": 24, **kwargs}
     inputs = {name: x.to(device) for name, x in left_pad(PROMPTS).items()}
     with dustin_hf.enable(target):
@@ -38,13 +38,117 @@ def run(target, draft, device, **kwargs):
 
 @pytest.mark.parametrize("kind", ["S", "D", "M", "self"])
 @pytest.mark.parametrize("budget", [24, 100_000])
-def test_same_text_as_on_the_cpu(pair, kind, budget):
+@pytest.mark.parametrize("backend", ["eager", "auto"])
+def test_same_text_as_on_the_cpu(pair, kind, budget, backend):
     expected, _ = dustin(pair.target, pair.drafts[kind], PROMPTS, budget=budget)
     target = on(pair.target, "cuda")
     draft = target if kind == "self" else on(pair.drafts[kind], "cuda")
-    rows, out = run(target, draft, "cuda", cache_config={"budget": budget})
+    rows, out = run(target, draft, "cuda", cache_config={"budget": budget, "backend": backend})
     assert rows == expected
-    assert set(out.stats.seconds) == {"prefill", "draft", "select", "verify", "accept"}
+    assert out.stats.backend == ("eager" if backend == "eager" else "graph")
+    assert set(out.stats.seconds) - {"capture"} == {"prefill", "draft", "select", "verify", "accept"}
+
+
+@pytest.mark.parametrize("kind", ["S", "D", "M", "self"])
+@pytest.mark.parametrize(
+    "config", [{"budget": 24}, {"budget": 100_000}, {"budget": 24, "draft_cache": "sparse"}], ids=str
+)
+def test_graph_equals_eager(pair, kind, config):
+    """Captured steps give the texts of eager ones, token for token, also in later calls, with other shapes between."""
+    target = on(pair.target, "cuda")
+    draft = target if kind == "self" else on(pair.drafts[kind], "cuda")
+    ends = [7, 20, 33, 41, 52, 90, 111, 140]
+    captures = []
+    with dustin_hf.enable(target):
+        for new, gamma, eos in ((40, 4, None), (25, 2, ends), (40, 4, ends), (38, 4, None)):
+            options = {"max_new_tokens": new, "num_assistant_tokens": gamma, "eos_token_id": eos, "pad_token_id": 0}
+            (eager_rows, eager), (rows, graph) = [
+                run(target, draft, "cuda", cache_config={**config, "backend": backend}, **options)
+                for backend in ("eager", "graph")
+            ]
+            assert rows == eager_rows
+            assert graph.stats.backend == "graph" and "one CUDA graph a step" in graph.stats.backend_reason
+            for name in ("committed", "drafted", "target_calls"):
+                assert getattr(graph.stats, name) == getattr(eager.stats, name), name
+            assert graph.stats.kv_read_share == pytest.approx(eager.stats.kv_read_share, rel=0.05)
+            assert graph[CACHE_ARG].lengths.tolist() == eager[CACHE_ARG].lengths.tolist()
+            captures.append("capture" in graph.stats.seconds)
+            del eager, graph
+    assert captures == [True, True, True, False]  # the last call finds the step of the first
+
+
+def test_graph_samples(pair):
+    """Graphs draw new random numbers in every replay, and honour seeds."""
+    target, draft = on(pair.target, "cuda"), on(pair.M, "cuda")
+    options = {"do_sample": True, "top_k": 20, "top_p": 0.9, "temperature": 0.8, "max_new_tokens": 60}
+    results = []
+    with dustin_hf.enable(target):
+        for seed in (0, 0, 0, 1):
+            torch.manual_seed(seed)
+            rows, out = run(target, draft, "cuda", cache_config={"backend": "graph"}, **options)
+            assert "one CUDA graph a step" in out.stats.backend_reason
+            results.append(rows)
+    assert results[1] == results[2] != results[3]
+
+
+def test_forwards_are_captured_where_the_host_has_a_say(pair):
+    target, draft = on(pair.target, "cuda"), on(pair.M, "cuda")
+    options = {"repetition_penalty": 1.3, "max_new_tokens": 40}
+    expected, _ = run(target, draft, "cuda", cache_config={"budget": 24, "backend": "eager"}, **options)
+    rows, out = run(target, draft, "cuda", cache_config={"budget": 24}, **options)
+    assert rows == expected and "processors look at the text" in out.stats.backend_reason
+    rows, out = run(target, draft, "cuda", cache_config={"budget": 24}, output_scores=True, max_new_tokens=40)
+    expected, eager = run(
+        target, draft, "cuda", cache_config={"budget": 24, "backend": "eager"}, output_scores=True, max_new_tokens=40
+    )
+    assert rows == expected and "collected" in out.stats.backend_reason
+    assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(out.scores, eager.scores))
+
+
+def test_what_cannot_be_captured(pair):
+    target, draft = on(pair.target, "cuda"), on(pair.M, "cuda")
+    hook = draft.lm_head.register_forward_hook(lambda module, args, out: bool(out.isfinite().all()))
+    with pytest.raises(ValueError, match="hooks on the models would not run in replays"):
+        run(target, draft, "cuda", cache_config={"backend": "graph"})
+    assert run(target, draft, "cuda")[1].stats.backend == "eager"
+    hook.remove()
+    assert run(target, draft, "cuda")[1].stats.backend == "graph"
+
+
+def test_new_weights_are_seen_by_old_graphs(pair):
+    """In-place changes of weights reach captured steps and merged projections; a moved model is captured anew."""
+    target, draft = on(pair.target, "cuda"), on(pair.M, "cuda")
+    with dustin_hf.enable(target):
+        first, _ = run(target, draft, "cuda", max_new_tokens=40)
+        with torch.no_grad():
+            target.model.layers[0].self_attn.k_proj.weight.mul_(-1.0)
+        changed, _ = run(target, draft, "cuda", max_new_tokens=40)
+        expected, _ = run(target, draft, "cuda", max_new_tokens=40, cache_config={"backend": "eager"})
+        assert changed == expected != first
+        target.to("cpu")
+        keep = torch.empty(10_000_000, device="cuda")  # noqa: F841  # takes the memory that is free now
+        target.to("cuda")
+        assert run(target, draft, "cuda", max_new_tokens=40)[0] == expected
+
+
+def test_memory_is_released_with_the_handle(pair):
+    target, draft = on(pair.target, "cuda"), on(pair.M, "cuda")
+    gc.collect()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    with dustin_hf.enable(target):
+        for new in (10, 200, 400):
+            run(target, draft, "cuda", max_new_tokens=new)
+        assert torch.cuda.memory_allocated() > before
+    gc.collect()
+    assert torch.cuda.memory_allocated() == before
+
+
+@two
+def test_graph_on_a_device_that_is_not_current(pair):
+    target, draft = on(pair.target, "cuda:1"), on(pair.M, "cuda:1")
+    eager, graph = (run(target, draft, "cuda:1", cache_config={"backend": name})[0] for name in ("eager", "graph"))
+    assert eager == graph and torch.cuda.current_device() == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

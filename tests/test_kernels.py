@@ -207,6 +207,16 @@ def test_large_scores_in_half_precision_p44(ops):
         assert_close("o", expected, o)
 
 
+def literal_score(q, k, kv_heads, lengths, counts, scale):
+    scores = torch.zeros(k.shape[0], k.shape[2])
+    for b, (length, count) in enumerate(zip(lengths, counts)):
+        for i in range(count):
+            for h, kv_head in enumerate(kv_heads):
+                weights = (k[b, kv_head, :length].float() @ q[b, i, h].float() * scale).softmax(0)
+                scores[b, :length] += weights
+    return scores
+
+
 @pytest.mark.parametrize("group", [1, 2, 7])
 @pytest.mark.parametrize("counts", [(3, 3, 3), (0, 1, 3)])
 def test_srh_score(ops, group, counts):
@@ -214,41 +224,70 @@ def test_srh_score(ops, group, counts):
     k, _ = storage(3, 2, 32, 16)
     q = queries(3, 3, len(heads), 16)
     kv_heads = torch.tensor(heads) // group
-    scores = ops.srh_score(q, k, kv_heads, torch.tensor(lengths), torch.tensor(counts), 0.25)
-    expected = torch.zeros(3, 32)
-    for b, (length, count) in enumerate(zip(lengths, counts)):
-        for i in range(count):
-            for h in range(len(heads)):
-                expected[b, :length] += ((k[b, kv_heads[h], :length] @ q[b, i, h]) * 0.25).softmax(0)
-    assert_close("scores", expected, scores)
+    scores = torch.zeros(3, 32)
+    ops.srh_score(scores, q, k, kv_heads, torch.tensor(lengths), torch.tensor(counts), 0.25)
+    assert_close("scores", literal_score(q, k, kv_heads, lengths, counts, 0.25), scores)
     assert scores.sum(1).tolist() == pytest.approx([c * len(heads) for c in counts], rel=1e-5)
     assert not scores[0, 1:].any() and not scores[1, 13:].any()
 
 
+@pytest.mark.parametrize("kv_heads", [(1, 0, 1, 3), (3, 1, 3), (2,), (0, 0, 0, 0, 0), (4, 3, 2, 1, 0, 4)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_srh_score_adds_up_in_place(ops, kv_heads, dtype):
+    """Any choice of key/value heads; what stood in `out` stays in the sum, and all that stands behind a row's end."""
+    lengths, counts = (37, 0, 90, 64), (2, 2, 0, 1)
+    k, _ = storage(4, 5, 90, 24, dtype)
+    q = queries(4, 2, len(kv_heads), 24, dtype)
+    expected = literal_score(q, k, kv_heads, lengths, counts, 0.2)
+    for b, length in enumerate(lengths):
+        k[b, :, length:] = float("nan")
+    before = torch.rand(4, 90, generator=torch.Generator().manual_seed(4))
+    out = before.clone()
+    ops.srh_score(out, q, k, torch.tensor(kv_heads), torch.tensor(lengths), torch.tensor(counts), 0.2)
+    assert_close("scores", before + expected, out)
+    for b, length in enumerate(lengths):
+        assert torch.equal(out[b, length:], before[b, length:])
+    assert torch.equal(out[2], before[2])
+
+
+@pytest.mark.parametrize("n_queries, kv_heads", [(1, (0, 1)), (5, (1, 1, 0, 1, 0, 1, 1))])
+def test_srh_score_of_many_tiles(ops, n_queries, kv_heads):
+    """Rows of several programs; more rows of the tile than the least; tall scores that drift along the row."""
+    lengths, counts = (4500, 2048, 2049), (n_queries, 1, n_queries)
+    k, _ = storage(3, 2, 4503, 16)
+    k += torch.linspace(-3, 3, 4503)[:, None]
+    q = queries(3, n_queries, len(kv_heads), 16)
+    out = torch.zeros(3, 4503)
+    ops.srh_score(out, q, k, torch.tensor(kv_heads), torch.tensor(lengths), torch.tensor(counts), 0.5)
+    assert_close("scores", literal_score(q, k, kv_heads, lengths, counts, 0.5), out)
+
+
 def test_srh_score_of_an_empty_row(ops):
     k, _ = storage(2, 2, 8, 4)
-    one = torch.ones(2, dtype=torch.long)
-    scores = ops.srh_score(queries(2, 1, 2, 4), k, torch.tensor([0, 1]), torch.tensor([0, 3]), one, 1.0)
+    one, scores = torch.ones(2, dtype=torch.long), torch.zeros(2, 8)
+    ops.srh_score(scores, queries(2, 1, 2, 4), k, torch.tensor([0, 1]), torch.tensor([0, 3]), one, 1.0)
     assert not scores[0].any() and scores[1].sum() == pytest.approx(2)
 
 
 def literal_select(draft, target, length, m, sinks, window, k):
-    chosen = [i for i in range(length) if i < sinks or i >= length - window]
+    chosen = {i for i in range(length) if i < sinks or i >= length - window}
     for scores, quota in ((draft, m), (target, k)):
         rest = sorted((i for i in range(length) if i not in chosen), key=lambda i: (-scores[i], i))
-        chosen += rest[: min(quota, k - len(chosen))]
+        chosen.update(rest[: min(quota, k - len(chosen))])
     return sorted(chosen)
 
 
 @pytest.mark.parametrize("ties", [False, True])
-@pytest.mark.parametrize("sinks, window, k", [(0, 0, 1), (2, 3, 6), (2, 3, 5), (4, 16, 21), (0, 5, 40), (3, 0, 9)])
+@pytest.mark.parametrize(
+    "sinks, window, k", [(0, 0, 1), (2, 3, 6), (2, 3, 5), (4, 16, 21), (0, 5, 40), (3, 0, 9), (0, 0, 7)]
+)
 def test_topk_select(ops, ties, sinks, window, k):
     lengths = [0, 1, 2, 5, 6, 7, 20, 21, 40, 50]
     generator = torch.Generator().manual_seed(3)
     draft, target = torch.rand(2, len(lengths), 50, generator=generator)
     if ties:
         draft, target = (draft * 3).floor(), (target * 2).floor()
-    for m in (0, 1, 4, k, 100):
+    for m in (1, 4, 100):
         quota = torch.tensor([m if i % 3 else 0 for i in range(len(lengths))])
         out = ops.topk_select(draft, target, torch.tensor(lengths), quota, sinks, window, k)
         assert out.shape == (len(lengths), k) and out.dtype == torch.int32
@@ -258,6 +297,45 @@ def test_topk_select(ops, ties, sinks, window, k):
             )
             assert out[row].tolist() == expected + [-1] * (k - len(expected))
             assert len(expected) == min(length, k)
+
+
+def _period(scores):  # one group of the kernel's has all large scores
+    return torch.where(torch.arange(scores.shape[1]) % 64 == 5, scores + 1, scores)
+
+
+SCORES = [  # of both tiers, from uniform random ones
+    pytest.param(lambda draft, target: (draft, target), id="random"),
+    pytest.param(lambda draft, target: (draft, draft), id="one-for-both"),
+    pytest.param(lambda draft, target: (draft**40, target * 1e-30), id="skewed-and-tiny"),
+    pytest.param(lambda draft, target: ((draft * 4).floor(), (target * 3).floor()), id="ties"),
+    pytest.param(lambda draft, target: ((draft * 2000).floor(), (target * 1000).floor()), id="some-ties"),
+    pytest.param(lambda draft, target: (_period(draft), _period(target)), id="period"),
+    pytest.param(lambda draft, target: (draft, _period(target)), id="period-of-one"),
+    pytest.param(lambda draft, target: (torch.ones_like(draft), torch.ones_like(target)), id="equal"),
+    pytest.param(lambda draft, target: (torch.zeros_like(draft), torch.zeros_like(target)), id="zero"),
+    pytest.param(lambda draft, target: (torch.zeros_like(draft), target), id="zero-drafts"),
+]
+
+
+@pytest.mark.parametrize("scores_of", SCORES)
+@pytest.mark.parametrize("sinks, window, k, m", [(4, 12, 32, 9), (0, 0, 20, 20), (1, 600, 700, 0)])
+def test_topk_select_of_long_rows(ops, scores_of, sinks, window, k, m):
+    """Rows of many programs, with any scores; rows shorter than k, and without a token."""
+    lengths = torch.tensor([9000, 3000, 15, 0])
+    draft, target = scores_of(*torch.rand(2, 4, 9000, generator=torch.Generator().manual_seed(5)))
+    out = ops.topk_select(draft, target, lengths, torch.tensor([m, 0, m, m]), sinks, window, k)
+    for row, length in enumerate(lengths.tolist()):
+        quota = m if row != 1 else 0
+        expected = literal_select(draft[row].tolist(), target[row].tolist(), length, quota, sinks, window, k)
+        assert out[row].tolist() == expected + [-1] * (k - len(expected))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_topk_select_of_other_dtypes(ops, dtype):
+    draft, target = torch.rand(2, 2, 700, generator=torch.Generator().manual_seed(6)).to(dtype)
+    out = ops.topk_select(draft, target, torch.tensor([700, 444]), torch.tensor([5, 9]), 1, 4, 24)
+    for row, (length, m) in enumerate(((700, 5), (444, 9))):
+        assert out[row].tolist() == literal_select(draft[row].tolist(), target[row].tolist(), length, m, 1, 4, 24)
 
 
 def test_kv_append(ops):
@@ -284,8 +362,9 @@ def test_kv_append(ops):
         ("full_attention", ((1, 1, 4, 4), (1, 2, 8, 4), (1, 2, 8, 4), (2,), 1.0), "start must"),
         ("full_attention", ((1, 1, 4, 4), (1, 2, 8, 4), (1, 2, 8, 5), (1,), 1.0), "one shape"),
         ("sparse_attention", ((1, 1, 4, 4), (1, 2, 8, 4), (1, 2, 8, 4), (1, 3, 5), (1,), 1.0), "indices must"),
-        ("srh_score", ((1, 1, 4, 4), (1, 2, 8, 5), (4,), (1,), (1,), 1.0), "q must"),
-        ("srh_score", ((1, 1, 4, 4), (1, 2, 8, 4), (3,), (1,), (1,), 1.0), "kv_heads must"),
+        ("srh_score", ((1, 8), (1, 1, 4, 4), (1, 2, 8, 5), (4,), (1,), (1,), 1.0), "q must"),
+        ("srh_score", ((1, 8), (1, 1, 4, 4), (1, 2, 8, 4), (3,), (1,), (1,), 1.0), "kv_heads must"),
+        ("srh_score", ((1, 9), (1, 1, 4, 4), (1, 2, 8, 4), (4,), (1,), (1,), 1.0), "out must"),
         ("topk_select", ((1, 8), (1, 9), (1,), (1,), 1, 1, 4), "one shape"),
         ("topk_select", ((1, 8), (1, 8), (2,), (2,), 1, 1, 4), "lengths and draft_quota"),
         ("topk_select", ((1, 8), (1, 8), (1,), (1,), 3, 2, 4), "protected tokens, 3 sinks"),

@@ -99,7 +99,7 @@ def law_of_first_token(p, q, runs=200_000):
     """Empirical law of the first token of a block when the draft draws from q."""
     drafts = torch.multinomial(q.expand(runs, -1), 1)
     probs = torch.stack([p, p]).expand(runs, 2, -1)
-    tokens, accepted = sampling_accept(probs, q.expand(runs, 1, -1), drafts)
+    tokens, accepted = sampling_accept(probs.log(), drafts, q.expand(runs, 1, -1))
     return torch.bincount(tokens[:, 0], minlength=len(p)) / runs, accepted.float().mean()
 
 
@@ -132,7 +132,7 @@ def test_mixed_rows_p22():
         for position in range(gamma + 1):
             token = drafts[row, position] if position < accepted else 3 + (position % 3)
             probs[row, position, token] = 1.0
-    tokens, accepted = sampling_accept(probs, q, drafts)
+    tokens, accepted = sampling_accept(probs.log(), drafts, q)
     assert accepted.tolist() == [0, 1, 2, 3]
     assert [row[: n + 1] for row, n in zip(tokens.tolist(), accepted.tolist())] == [
         [3],
@@ -146,7 +146,7 @@ def test_forced_rejection_where_the_laws_are_equal_p22(monkeypatch):
     """P-22: p = q never rejects, but rounding may; then the residual is 0 and the target's law is drawn from."""
     monkeypatch.setattr(torch, "rand_like", lambda x: torch.full_like(x, 1.0))
     p = torch.tensor([[[0.5, 0.5, 0.0]]]).expand(500, 2, 3)
-    tokens, accepted = sampling_accept(p, p[:, :1], torch.zeros(500, 1, dtype=torch.long))
+    tokens, accepted = sampling_accept(p.log(), torch.zeros(500, 1, dtype=torch.long), p[:, :1])
     assert accepted.sum() == 0
     assert set(tokens[:, 0].tolist()) == {0, 1}
 
@@ -154,7 +154,7 @@ def test_forced_rejection_where_the_laws_are_equal_p22(monkeypatch):
 def test_no_drafts():
     """A block of the target's token alone."""
     probs = torch.tensor([[[0.0, 1.0]], [[1.0, 0.0]]])
-    tokens, accepted = sampling_accept(probs, probs[:, :0], torch.zeros(2, 0, dtype=torch.long))
+    tokens, accepted = sampling_accept(probs.log(), torch.zeros(2, 0, dtype=torch.long), None)
     assert tokens.tolist() == [[1], [0]] and accepted.tolist() == [0, 0]
     tokens, accepted = greedy_accept(probs, torch.zeros(2, 0, dtype=torch.long))
     assert tokens.tolist() == [[1], [0]] and accepted.tolist() == [0, 0]

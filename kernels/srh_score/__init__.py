@@ -8,19 +8,20 @@ from .naive import naive_srh_score
 
 
 def srh_score(
+    out: torch.Tensor,
     q: torch.Tensor,
     k: torch.Tensor,
     kv_heads: torch.Tensor,
     lengths: torch.Tensor,
     counts: torch.Tensor,
     scale: float,
-) -> torch.Tensor:
-    """The Triton kernel on CUDA, else its twin; arguments and results as of `naive_srh_score`."""
-    if runs_triton(q, k):
+) -> None:
+    """The Triton kernel on CUDA, else its twin; arguments as of `naive_srh_score`."""
+    if runs_triton(out, q, k):
         from .kernel import srh_score_op
 
-        return srh_score_op(q, k, kv_heads, lengths, counts, scale)
-    return naive_srh_score(q, k, kv_heads, lengths, counts, scale)
+        return srh_score_op(out, q, k, kv_heads, lengths, counts, scale)
+    return naive_srh_score(out, q, k, kv_heads, lengths, counts, scale)
 
 
 __all__ = ["naive_srh_score", "srh_score"]

@@ -1,0 +1,165 @@
+"""A forward of few launches for plain Llama-like decoders: merged projections, fused kernels, residuals in place."""
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from dustin_hf.cache import DustinCache
+from dustin_hf.kernels.rms_norm import rms_norm
+from dustin_hf.kernels.rope_append import rope_append
+from dustin_hf.kernels.silu_mul import silu_mul
+from dustin_hf.model_patches.attention import BlockAttention
+from dustin_hf.model_patches.families import family_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+# Small projections of one input are bound by launches and are merged into one matrix, copied anew for every call so
+# that a change of the weights is seen; larger ones gain nothing (measured: a merged 7B gate and up).
+MERGE_BYTES = 52 * 2**20
+_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def fusion_obstacle(model: "PreTrainedModel") -> str | None:
+    """Why a model cannot be run by `FusedForward`; None if it can."""
+    original = getattr(type(model), "_dustin_original", type(model))
+    decoder: Any = model.get_decoder()
+    if not original.__module__.startswith("transformers.models."):
+        return f"{original.__name__} is not a model of transformers itself"
+    if any("forward" in m.__dict__ or hasattr(m, "parametrizations") for m in model.modules()):
+        return "modules have been changed (quantised, adapted or wrapped)"
+    if any(m._forward_hooks or m._forward_pre_hooks for m in model.modules()):
+        return "modules have hooks"
+    for layer in decoder.layers:
+        linears = [getattr(part, name, None) for part in (layer.self_attn, layer.mlp) for name in _LINEARS]
+        found = [linear for linear in linears if linear is not None]
+        if len(found) != len(_LINEARS) or any(type(linear) is not nn.Linear for linear in found):
+            return "projections are not plain linear layers"
+        if any(linear.bias is not None for linear in found[3:]):
+            return "projections other than queries, keys and values have a bias"
+    if type(model.get_output_embeddings()) is not nn.Linear or type(model.get_input_embeddings()) is not nn.Embedding:
+        return "embeddings are not plain"
+    if model.config.get_text_config(decoder=True).hidden_act != "silu":
+        return "the activation is not silu"
+    kinds = {(p.device, p.dtype) for p in model.parameters()}
+    if len(kinds) != 1 or not next(iter(kinds))[1].is_floating_point:
+        return "parameters are of several devices or dtypes"
+    if torch.is_autocast_enabled(next(iter(kinds))[0].type):
+        return "autocast is on"
+    return None
+
+
+class FusedForward:
+    """Runs a plain decoder with nine launches a layer. Its weights are read, never changed; see `fusion_obstacle`.
+
+    Args:
+        model: on one device.
+        positions: largest number of tokens of a row.
+    """
+
+    def __init__(self, model: "PreTrainedModel", positions: int):
+        # weak: what a target keeps for later calls must not keep its drafts alive
+        self._model = weakref.ref(model)
+        config = model.config.get_text_config(decoder=True)
+        self.dim = family_of(config).head_dim(config)
+        self.q_heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.norm_eps = config.rms_norm_eps
+        self.tables: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._merged: list[dict[str, torch.Tensor]] = [{} for _ in self._layers]
+        self.prepare(positions)
+
+    @property
+    def model(self) -> "PreTrainedModel":
+        """The model whose forward this is."""
+        model = self._model()
+        assert model is not None, "the model is gone"
+        return model
+
+    @property
+    def _layers(self) -> Any:
+        return self.model.get_decoder().layers
+
+    def prepare(self, positions: int) -> None:
+        """Take the weights as they are now, and rotary tables for rows of `positions` tokens."""
+        for layer, merged in zip(self._layers, self._merged):
+            attention, mlp = layer.self_attn, layer.mlp
+            qkv = [attention.q_proj, attention.k_proj, attention.v_proj]
+            for name, linears in (("qkv", qkv), ("gate_up", [mlp.gate_proj, mlp.up_proj])):
+                if sum(linear.weight.nbytes for linear in linears) <= MERGE_BYTES:
+                    _merge(merged, name, [linear.weight for linear in linears])
+            if attention.q_proj.bias is not None:
+                _merge(merged, "bias", [linear.bias for linear in qkv])
+        if not self.tables or len(self.tables[-1][0]) < positions:
+            weight: Any = self.model.get_input_embeddings().weight
+            rotary: Any = self.model.get_decoder().rotary_emb
+            cos, sin = rotary(weight[:1, None], position_ids=torch.arange(positions, device=weight.device)[None])
+            # graphs captured before go on pointing at the shorter ones
+            self.tables.append((cos[0].contiguous(), sin[0].contiguous()))
+
+    def __call__(
+        self, cache: DustinCache, ids: torch.Tensor, attention: BlockAttention, logits_to_keep: int = 0
+    ) -> torch.Tensor:
+        batch, new = ids.shape
+        model: Any = self.model
+        decoder: Any = model.get_decoder()
+        h = nn.functional.embedding(ids.flatten(), model.get_input_embeddings().weight)
+        for index, (layer, merged) in enumerate(zip(self._layers, self._merged)):
+            x = rms_norm(h, layer.input_layernorm.weight, self.norm_eps)
+            o = self._attend(index, layer.self_attn, merged, x.view(batch, new, -1), cache, attention)
+            h.addmm_(o, layer.self_attn.o_proj.weight.T)
+            x = rms_norm(h, layer.post_attention_layernorm.weight, self.norm_eps)
+            if "gate_up" in merged:
+                gate, up = (x @ merged["gate_up"].T).chunk(2, dim=-1)
+            else:
+                gate, up = x @ layer.mlp.gate_proj.weight.T, x @ layer.mlp.up_proj.weight.T
+            h.addmm_(silu_mul(gate, up), layer.mlp.down_proj.weight.T)
+        h = h.view(batch, new, -1)[:, -logits_to_keep:]
+        x = rms_norm(h.reshape(-1, h.shape[-1]), decoder.norm.weight, self.norm_eps)
+        logits = x @ model.get_output_embeddings().weight.T
+        return logits.view(batch, -1, logits.shape[-1]).float()
+
+    def _attend(
+        self,
+        index: int,
+        module: Any,
+        merged: dict[str, torch.Tensor],
+        x: torch.Tensor,
+        cache: DustinCache,
+        attention: BlockAttention,
+    ) -> torch.Tensor:
+        """Attention of one layer, from normalised states `[B, L, C]` to `[B * L, HQ * D]`."""
+        if "qkv" in merged:
+            qkv = x @ merged["qkv"].T
+        else:
+            qkv = torch.cat([x @ p.weight.T for p in (module.q_proj, module.k_proj, module.v_proj)], dim=-1)
+        qkv = qkv.view(*x.shape[:2], -1, self.dim)
+        stored = cache.layers[index]
+        if not stored.is_initialized:
+            states = qkv[:, :, -self.kv_heads :].transpose(1, 2)
+            stored.lazy_initialization(states, states)
+        q_norm, k_norm = (getattr(getattr(module, name, None), "weight", None) for name in ("q_norm", "k_norm"))
+        cos, sin = self.tables[-1]
+        rope_append(
+            qkv,
+            merged.get("bias"),
+            q_norm,
+            k_norm,
+            self.norm_eps,
+            cos,
+            sin,
+            attention.start,
+            stored.keys,
+            stored.values,
+        )
+        q = qkv[:, :, : self.q_heads].transpose(1, 2)
+        return attention(index, q, stored.keys, stored.values, module.scaling).flatten(2).flatten(0, 1)
+
+
+def _merge(merged: dict[str, torch.Tensor], name: str, parts: list[torch.Tensor]) -> None:
+    """Put matrices below each other; into the same memory as the last time, so that graphs see it."""
+    if name in merged:
+        torch.cat([part.detach() for part in parts], out=merged[name])
+    else:
+        merged[name] = torch.cat([part.detach() for part in parts])

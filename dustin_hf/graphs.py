@@ -1,0 +1,179 @@
+"""CUDA graphs: a whole step captured once and replayed, or where the host has a say in between, each forward alone."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from dustin_hf.cache import DustinCache
+from dustin_hf.drafting import DraftView, ModelProposer, PromptLookupProposer
+from dustin_hf.forward import Forward
+from dustin_hf.model_patches.attention import BlockAttention
+from dustin_hf.pool import Pool
+from dustin_hf.selection import Selection
+from dustin_hf.stats import Clock
+from dustin_hf.step import DecodeState, StepParts, speculative_step
+
+
+class StepGraph:
+    """One speculative step of a batch, replayed with a single launch.
+
+    It points at the storage of the caches, and at a state of its own, which calls load and store. It is kept with the
+    target's storage (`_Shared.graphs`) and holds neither models nor caches.
+
+    Args:
+        parts: of the call that captures it.
+        state: that call's, two steps old at least, so that all kernels are compiled.
+        gamma: tokens to draft.
+        columns: of its sequences, at least those of every call that uses it.
+        pool: gives the memory that all graphs of a target share.
+    """
+
+    def __init__(self, parts: StepParts, state: DecodeState, gamma: int, columns: int, pool: Pool):
+        self.state = _copy(state, columns)
+        # tensors that the captured kernels read
+        proposer = parts.proposer
+        self.kept_alive: tuple[Any, ...] = (parts.forward, parts.policy, parts.processors, parts.ending)
+        if isinstance(proposer, ModelProposer):
+            self.kept_alive += (proposer.forward, proposer.processors, proposer.cache.layers)
+        self.device = state.sequences.device
+        self.graph = torch.cuda.CUDAGraph()
+        self.clock = Clock(self.device, captured=True)
+        pool.memory = pool.memory or torch.cuda.graph_pool_handle()
+        with torch.cuda.device(self.device):
+            torch.cuda.synchronize()
+            with torch.cuda.graph(self.graph, pool=pool.memory):
+                self.report = speculative_step(parts, self.state, gamma, None, self.clock)
+
+    def load(self, state: DecodeState) -> None:
+        """Start from where a call stands."""
+        _assign(self.state, state)
+
+    def store(self, state: DecodeState) -> None:
+        """Tell the call where it stands now."""
+        _assign(state, self.state)
+
+    def replay(self) -> torch.Tensor:
+        """Run the step; returns its report, which the next replay overwrites."""
+        with torch.cuda.device(self.device):
+            self.graph.replay()
+        return self.report
+
+
+def step_key(parts: StepParts, gamma: int, columns: int) -> tuple:
+    """All that a captured step depends on, besides the storage of the target's cache."""
+    proposer = parts.proposer
+    models: list[Any] = [parts.forward.model]
+    drafting: tuple = (type(proposer).__name__,)
+    if isinstance(proposer, ModelProposer):
+        models.append(proposer.model)
+        shared = proposer.cache._shared
+        drafting += (id(shared), shared.generation, proposer.kind, proposer.sinks, proposer.window, proposer.size)
+        drafting += (_described(proposer.processors), tuple(proposer.heads.items()), proposer.do_sample)
+        drafting += (type(proposer.forward).__name__,)
+    elif isinstance(proposer, PromptLookupProposer):
+        drafting += (proposer.max_ngram, proposer.do_sample)
+    eos = parts.ending.eos
+    return (
+        gamma,
+        columns,
+        drafting,
+        parts.policy.signature,
+        type(parts.forward).__name__,
+        _described(parts.processors),
+        parts.accept,
+        parts.pad_token_id,
+        None if eos is None else tuple(eos.tolist()),
+        tuple(p.data_ptr() for model in models for p in model.parameters()),
+        torch.is_inference_mode_enabled(),
+    )
+
+
+class CapturedForward:
+    """A forward as one graph for each shape of block, for steps that cannot be captured whole.
+
+    Args:
+        forward: what to capture.
+        pool: gives the memory.
+    """
+
+    def __init__(self, forward: Forward, pool: Pool):
+        self.forward, self.pool = forward, pool
+        self._runs: dict[tuple, int] = {}
+        self._graphs: dict[tuple, tuple] = {}
+
+    @property
+    def model(self) -> Any:
+        """The model whose forward this is."""
+        return self.forward.model
+
+    def __call__(
+        self, cache: DustinCache, ids: torch.Tensor, attention: BlockAttention, logits_to_keep: int = 0
+    ) -> torch.Tensor:
+        indices = attention.selection.indices
+        key = (tuple(ids.shape), None if indices is None else tuple(indices.shape), logits_to_keep)
+        runs = self._runs[key] = self._runs.get(key, 0) + 1
+        if runs <= 2:  # compile the kernels, and leave alone what is not a habit: the first block reads everything
+            return self.forward(cache, ids, attention, logits_to_keep)
+        if key not in self._graphs:
+            self._graphs[key] = self._capture(cache, ids, attention, logits_to_keep)
+        graph, own_ids, own_attention, logits = self._graphs[key]
+        own_ids.copy_(ids)
+        own_attention.start.copy_(attention.start)
+        if indices is not None:
+            own_attention.selection.indices.copy_(indices)
+        with torch.cuda.device(ids.device):
+            graph.replay()
+        # the next replay overwrites them; the logits are used up before it
+        attention.queries.update({layer: q.clone() for layer, q in own_attention.queries.items()})
+        return logits
+
+    def _capture(self, cache: DustinCache, ids: torch.Tensor, attention: BlockAttention, logits_to_keep: int) -> tuple:
+        selection = attention.selection
+        indices = None if selection.indices is None else selection.indices.clone()
+        own = BlockAttention(attention.start.clone(), Selection(indices, selection.layer_sets), attention.heads)
+        own_ids, graph = ids.clone(), torch.cuda.CUDAGraph()
+        self.pool.memory = self.pool.memory or torch.cuda.graph_pool_handle()
+        with torch.cuda.device(ids.device):
+            torch.cuda.synchronize()
+            with torch.cuda.graph(graph, pool=self.pool.memory):
+                logits = self.forward(cache, own_ids, own, logits_to_keep)
+        return graph, own_ids, own, logits
+
+
+def _copy(state: DecodeState, columns: int) -> DecodeState:
+    sequences = state.sequences.new_zeros(len(state.sequences), columns)
+    sequences[:, : state.sequences.shape[1]] = state.sequences
+    view = state.view
+    return replace(
+        state,
+        sequences=sequences,
+        first=state.first.clone(),
+        finished=state.finished.clone(),
+        limit=state.limit.clone(),
+        history={layer: q.clone() for layer, q in state.history.items()},
+        view=None if view is None else DraftView(view.slots.clone(), view.since.clone()),
+    )
+
+
+def _assign(to: DecodeState, state: DecodeState) -> None:
+    """Copy in place; sequences as far as both have columns."""
+    width = min(to.sequences.shape[1], state.sequences.shape[1])
+    to.sequences[:, :width].copy_(state.sequences[:, :width])
+    to.first.copy_(state.first)
+    to.finished.copy_(state.finished)
+    to.limit.copy_(state.limit)
+    for layer, q in state.history.items():
+        to.history[layer].copy_(q)
+    if to.view is not None and state.view is not None:
+        to.view.slots.copy_(state.view.slots)
+        to.view.since.copy_(state.view.since)
+
+
+def _described(processors: Any) -> tuple:
+    """Processors by what they do."""
+
+    def plain(value: Any) -> Any:
+        return tuple(value.flatten().tolist()) if isinstance(value, torch.Tensor) else repr(value)
+
+    return tuple((type(p).__name__, *((k, plain(v)) for k, v in sorted(vars(p).items()))) for p in processors)

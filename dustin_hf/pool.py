@@ -1,0 +1,81 @@
+"""What later calls of one target use again: cache storage with its captured steps, and fused forwards."""
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dustin_hf.cache import DustinCache, DustinLayer
+from dustin_hf.fused import FusedForward
+from dustin_hf.model_patches.families import ModelFamily
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+# Sets of storage that wait for a call of their shape; beyond it, or where memory is short, the oldest goes.
+MOST_IDLE = 4
+
+
+class Pool:
+    """Lends storage for a `DustinCache` and takes it back once nobody holds that cache any more. CUDA only."""
+
+    def __init__(self) -> None:
+        self._idle: list[tuple[tuple, Any, list[DustinLayer]]] = []
+        self._lent: weakref.WeakSet[DustinCache] = weakref.WeakSet()
+        self._forwards: weakref.WeakKeyDictionary[PreTrainedModel, FusedForward] = weakref.WeakKeyDictionary()
+        self._open = True
+        self.memory: Any = None  # shared by all graphs: no two of them run at the same time
+
+    def cache(self, model: "PreTrainedModel", batch: int, capacity: int, device: torch.device) -> DustinCache:
+        """An empty cache for rows of `capacity` tokens of a model."""
+        config = model.config.get_text_config(decoder=True)
+        layers, heads = config.num_hidden_layers, config.num_key_value_heads
+        if device.type != "cuda":
+            return DustinCache(layers, batch, capacity, device)
+        key = (id(model), model.dtype, layers, heads, ModelFamily.head_dim(config), batch, capacity, device)
+        for place, (idle_key, shared, stored) in reversed(list(enumerate(self._idle))):
+            if idle_key == key:
+                del self._idle[place]
+                cache = DustinCache.over(shared, stored)
+                break
+        else:
+            cache = DustinCache(layers, batch, capacity, device)
+        self._lent.add(cache)
+        weakref.finalize(cache, self._take_back, key, cache._shared, cache.layers)
+        return cache
+
+    def _take_back(self, key: tuple, shared: Any, layers: list[DustinLayer]) -> None:
+        grown = shared.generation > 0  # of another shape by now
+        if self._open and not grown and all(layer.is_initialized for layer in layers):
+            self._idle = [*self._idle, (key, shared, layers)][-MOST_IDLE:]
+
+    @property
+    def idle_bytes(self) -> int:
+        """Bytes of storage that nobody uses at present."""
+        return sum(x.nbytes for _, _, layers in self._idle for layer in layers for x in (layer.keys, layer.values))
+
+    def make_room(self) -> None:
+        """Let go of all storage that waits."""
+        self._idle.clear()
+
+    def fused(self, model: "PreTrainedModel", positions: int) -> FusedForward:
+        """The fused forward of a model, with its weights as they are now."""
+        if model not in self._forwards:
+            self._forwards[model] = FusedForward(model, positions)
+        else:
+            self._forwards[model].prepare(positions)
+        return self._forwards[model]
+
+    def close(self) -> None:
+        """Release everything; caches that the user holds stay what they are, without captured steps."""
+        self._open = False
+        self.make_room()
+        self._forwards.clear()
+        for cache in self._lent:
+            cache._shared.graphs.clear()
+
+
+def rounded(capacity: int) -> int:
+    """Room for rows of about this length, so that calls of about the same lengths find the same storage."""
+    step = max(64, 1 << max(0, capacity.bit_length() - 5))
+    return -(-capacity // step) * step
