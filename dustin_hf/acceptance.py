@@ -39,7 +39,7 @@ def sampling_accept(
     Returns:
         `tokens [B, gamma + 1]`, of which the first `accepted + 1` are the step's result, and `accepted [B]`.
     """
-    gamma, probs = drafts.shape[1], scores.softmax(-1)
+    gamma, probs = drafts.shape[1], scores.float().softmax(-1)
     if draft_probs is None:
         draft_probs = probs[:, :0]
     p = probs[:, :-1].gather(-1, drafts[..., None]).squeeze(-1)

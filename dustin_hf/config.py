@@ -5,7 +5,7 @@ from typing import Any
 
 DEFAULT_NUM_ASSISTANT_TOKENS = 4  # paper table 5: gamma 3 or 4
 DRAFT_CACHES = ("auto", "full", "streaming", "sparse")
-BACKENDS = ("auto", "graph", "eager")
+BACKENDS = ("auto", "graph", "compiled", "eager")
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +24,9 @@ class DustinConfig:
         draft_cache (`str`): what the draft attends to: `"full"`, `"streaming"` (sinks and the most recent tokens,
             `budget` in all), `"sparse"` (the `budget` tokens that the draft's last scores chose, and all that came
             after), or `"auto"`: streaming where the target drafts for itself, else full.
-        backend (`str`): what runs the steps: `"graph"` (CUDA graphs), `"eager"` (op by op, the model's own forward),
-            or `"auto"`: the first that can be had. The statistics say which it was, and why.
+        backend (`str`): what runs the steps: `"graph"` (CUDA graphs), `"compiled"` (the fused forward, or where a model
+            has none its own through `torch.compile`, not captured), `"eager"` (op by op, the model's own forward), or
+            `"auto"`: the first that can be had. The statistics say which it was, and why.
         mode (`str`): selection policy: `"hybrid"` (Dustin-H), `"target"` (Dustin-T), `"draft"` (Dustin-D), `"full"`.
 
     Raises:

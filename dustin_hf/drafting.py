@@ -175,7 +175,7 @@ class ModelProposer(Proposer):
             logits = self.in_target_vocabulary(logits)
             scores = process_block(self.processors, sequences, here, self.limit, logits)[:, 0]
             if self.do_sample:
-                probs.append(scores.softmax(-1))
+                probs.append(scores.float().softmax(-1))
                 ids = torch.multinomial(probs[-1], 1)
             else:
                 ids = scores.argmax(-1, keepdim=True)

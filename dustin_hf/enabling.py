@@ -11,7 +11,13 @@ from transformers.generation.utils import GenerationMixin
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from dustin_hf.generation import CACHE_IMPLEMENTATION, DustinGenerationMixin, is_requested
-from dustin_hf.model_patches.attention import ATTENTION_NAME, dustin_attention_forward
+from dustin_hf.model_patches.attention import (
+    ATTENTION_NAME,
+    PREFILL_ATTENTION_NAME,
+    dustin_attention_forward,
+    prefill_attention_forward,
+    prefill_mask,
+)
 from dustin_hf.model_patches.families import family_of
 from dustin_hf.pool import Pool
 from dustin_hf.profile import DustinProfile
@@ -143,10 +149,14 @@ def _acquire_host() -> None:
     """What must be known to transformers while anything is enabled."""
     if _undo_host:
         return
-    AttentionInterface.register(ATTENTION_NAME, dustin_attention_forward)
-    AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)
-    _undo_host.append(lambda: AttentionInterface._global_mapping.pop(ATTENTION_NAME, None))
-    _undo_host.append(lambda: AttentionMaskInterface._global_mapping.pop(ATTENTION_NAME, None))
+    for name, attention, mask in (
+        (ATTENTION_NAME, dustin_attention_forward, sdpa_mask),
+        (PREFILL_ATTENTION_NAME, prefill_attention_forward, prefill_mask),
+    ):
+        AttentionInterface.register(name, attention)
+        AttentionMaskInterface.register(name, mask)
+        for interface in (AttentionInterface, AttentionMaskInterface):
+            _undo_host.append(functools.partial(interface._global_mapping.pop, name, None))
 
     names = configuration_utils.ALL_CACHE_IMPLEMENTATIONS
     _replace(configuration_utils, "ALL_CACHE_IMPLEMENTATIONS", (*names, CACHE_IMPLEMENTATION))

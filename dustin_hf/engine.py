@@ -7,6 +7,7 @@ import torch
 from transformers.utils import logging
 
 from dustin_hf.drafting import ModelProposer
+from dustin_hf.forward import CompiledForward, Forward, StockForward, input_device
 from dustin_hf.fused import fusion_obstacle
 from dustin_hf.graphs import CapturedForward, StepGraph, step_key
 from dustin_hf.model_patches.attention import block_attention
@@ -43,8 +44,8 @@ def choose_backend(asked: str, parts: StepParts) -> Backend:
     Raises:
         ValueError: if `"graph"` is asked for where nothing can be captured.
     """
-    if asked == "eager":
-        return Backend("eager", "asked for")
+    if asked in ("eager", "compiled"):
+        return Backend(asked, "asked for")
     obstacle = _capture_obstacle(parts)
     if obstacle is not None:
         if asked == "graph":
@@ -62,19 +63,21 @@ def _models(parts: StepParts) -> list[Any]:
 
 def _capture_obstacle(parts: StepParts) -> str | None:
     """Why not even a forward can be captured."""
-    models = _models(parts)
-    devices = {p.device for model in models for p in model.parameters()}
-    if {device.type for device in devices} != {"cuda"}:
-        return "not all weights are on CUDA"
-    if len(devices) > 1:
-        return "weights are on several devices"
-    if any(m._forward_hooks or m._forward_pre_hooks or hasattr(m, "_hf_hook") for x in models for m in x.modules()):
-        return "hooks on the models would not run in replays"
+    for model in _models(parts):
+        devices = {p.device for p in model.parameters()}
+        if {device.type for device in devices} != {"cuda"}:
+            return "not all weights are on CUDA"
+        if len(devices) > 1:
+            return "a model is on several devices"
+        if any(m._forward_hooks or m._forward_pre_hooks or hasattr(m, "_hf_hook") for m in model.modules()):
+            return "hooks on the models would not run in replays"
     return None
 
 
 def _between_obstacle(parts: StepParts) -> str | None:
     """Why the host has a say inside a step."""
+    if len({input_device(model) for model in _models(parts)}) > 1:
+        return "the models are on different devices"
     if needs_prefix(parts.processors):
         return "processors look at the text"
     if parts.ending.others:
@@ -112,7 +115,7 @@ def run_steps(
     limit = parts.ending.limit
     columns = state.first.tolist()
     if backend.name != "eager":
-        parts = with_fused_forwards(parts, pool)
+        parts = with_fused_forwards(parts, pool, compiling=backend.name == "compiled")
     steps = CapturedSteps(parts, state, gamma, recorder, pool, backend) if backend.whole else None
     if backend.name == "graph" and steps is None:
         parts = _captured_forwards(parts, pool)
@@ -177,7 +180,7 @@ class CapturedSteps:
                     logger.warning_once(  # type: ignore[attr-defined]  # transformers adds it
                         f"a step could not be captured as a CUDA graph and runs op by op: {error}"
                     )
-                    self.backend = Backend("eager", f"capture failed: {error}")
+                    self.backend = Backend("compiled", f"capture failed: {error}")
                     return
             self.graphs[self.key] = graph
         self.graph = self.graphs[self.key]
@@ -189,14 +192,17 @@ class CapturedSteps:
             self.graph.store(self.state)
 
 
-def with_fused_forwards(parts: StepParts, pool: Pool) -> StepParts:
-    """The same steps over fused forwards, for the models that have one."""
-    proposer, positions = parts.proposer, parts.cache.capacity
-    if isinstance(proposer, ModelProposer) and fusion_obstacle(proposer.model) is None:
-        proposer.forward = pool.fused(proposer.model, positions)
-    if fusion_obstacle(parts.forward.model) is None:
-        parts = replace(parts, forward=pool.fused(parts.forward.model, positions))
-    return parts
+def with_fused_forwards(parts: StepParts, pool: Pool, compiling: bool = False) -> StepParts:
+    """The same steps over fused forwards; models that have none keep their own, if need be through `torch.compile`."""
+
+    def better(forward: Forward) -> Forward:
+        if fusion_obstacle(forward.model) is None:
+            return pool.fused(forward.model, parts.cache.capacity)
+        return CompiledForward(forward.model) if compiling and isinstance(forward, StockForward) else forward
+
+    if isinstance(parts.proposer, ModelProposer):
+        parts.proposer.forward = better(parts.proposer.forward)
+    return replace(parts, forward=better(parts.forward))
 
 
 def _captured_forwards(parts: StepParts, pool: Pool) -> StepParts:

@@ -1,6 +1,6 @@
 """Runs a block of new tokens of every row through a model: the interface, and the model's own forward."""
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -32,7 +32,7 @@ class Forward(Protocol):
             logits_to_keep: positions to return, counted from the end; 0 for all.
 
         Returns:
-            Logits `[B, L or logits_to_keep, V]`, float32, on the device of `ids`.
+            Logits `[B, L or logits_to_keep, V]`, in the model's dtype, on the device of `ids`.
         """
         ...
 
@@ -42,6 +42,7 @@ class StockForward:
 
     def __init__(self, model: "PreTrainedModel"):
         self.model = model
+        self.run: Any = model
 
     def __call__(
         self, cache: DustinCache, ids: torch.Tensor, attention: BlockAttention, logits_to_keep: int = 0
@@ -49,7 +50,7 @@ class StockForward:
         positions = attention.start[:, None] + torch.arange(ids.shape[1], device=ids.device)
         device = input_device(self.model)
         with cache.writing_block(attention.start):
-            out = self.model(
+            out = self.run(
                 input_ids=ids.to(device),
                 position_ids=positions.clamp(min=0).to(device),
                 # a 4D mask is taken as it is, and the "dustin" attention does not look at it
@@ -59,7 +60,16 @@ class StockForward:
                 dustin=attention,
                 **{CACHE_ARG: cache},
             )
-        return out.logits.to(device=ids.device, dtype=torch.float32)
+        logits: torch.Tensor = out.logits.to(ids.device)
+        return logits
+
+
+class CompiledForward(StockForward):
+    """The model's own forward through `torch.compile`, once for each shape of block."""
+
+    def __init__(self, model: "PreTrainedModel"):
+        super().__init__(model)
+        self.run = torch.compile(model.forward, dynamic=False)
 
 
 def input_device(model: "PreTrainedModel") -> torch.device:

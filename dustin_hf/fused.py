@@ -9,6 +9,7 @@ from torch import nn
 from dustin_hf.cache import DustinCache
 from dustin_hf.kernels.rms_norm import rms_norm
 from dustin_hf.kernels.rope_append import rope_append
+from dustin_hf.kernels.rope_sparse_attention import rope_sparse_attention
 from dustin_hf.kernels.silu_mul import silu_mul
 from dustin_hf.model_patches.attention import BlockAttention
 from dustin_hf.model_patches.families import family_of
@@ -52,7 +53,7 @@ def fusion_obstacle(model: "PreTrainedModel") -> str | None:
 
 
 class FusedForward:
-    """Runs a plain decoder with nine launches a layer. Its weights are read, never changed; see `fusion_obstacle`.
+    """Runs a plain decoder with eight launches a layer, or nine. Its weights are read, never changed; see `fusion_obstacle`.
 
     Args:
         model: on one device.
@@ -104,7 +105,8 @@ class FusedForward:
         batch, new = ids.shape
         model: Any = self.model
         decoder: Any = model.get_decoder()
-        h = nn.functional.embedding(ids.flatten(), model.get_input_embeddings().weight)
+        embeddings = model.get_input_embeddings().weight
+        h = nn.functional.embedding(ids.flatten().to(embeddings.device), embeddings)
         for index, (layer, merged) in enumerate(zip(self._layers, self._merged)):
             x = rms_norm(h, layer.input_layernorm.weight, self.norm_eps)
             o = self._attend(index, layer.self_attn, merged, x.view(batch, new, -1), cache, attention)
@@ -118,7 +120,7 @@ class FusedForward:
         h = h.view(batch, new, -1)[:, -logits_to_keep:]
         x = rms_norm(h.reshape(-1, h.shape[-1]), decoder.norm.weight, self.norm_eps)
         logits = x @ model.get_output_embeddings().weight.T
-        return logits.view(batch, -1, logits.shape[-1]).float()
+        return logits.view(batch, -1, logits.shape[-1]).to(ids.device)
 
     def _attend(
         self,
@@ -140,21 +142,16 @@ class FusedForward:
             states = qkv[:, :, -self.kv_heads :].transpose(1, 2)
             stored.lazy_initialization(states, states)
         q_norm, k_norm = (getattr(getattr(module, name, None), "weight", None) for name in ("q_norm", "k_norm"))
-        cos, sin = self.tables[-1]
-        rope_append(
-            qkv,
-            merged.get("bias"),
-            q_norm,
-            k_norm,
-            self.norm_eps,
-            cos,
-            sin,
-            attention.start,
-            stored.keys,
-            stored.values,
-        )
-        q = qkv[:, :, : self.q_heads].transpose(1, 2)
-        return attention(index, q, stored.keys, stored.values, module.scaling).flatten(2).flatten(0, 1)
+        block = (qkv, merged.get("bias"), q_norm, k_norm, self.norm_eps, *self.tables[-1])
+        start, indices = attention.start_on(qkv.device), attention.indices_of(index, qkv.device)
+        if indices is not None and index not in attention.heads:
+            arrived = cache.arrived(self.kv_heads, qkv.device)
+            o = rope_sparse_attention(*block, start, stored.keys, stored.values, indices, arrived, module.scaling)
+        else:
+            rope_append(*block, start, stored.keys, stored.values)
+            q = qkv[:, :, : self.q_heads].transpose(1, 2)
+            o = attention(index, q, stored.keys, stored.values, module.scaling)
+        return o.flatten(2).flatten(0, 1)
 
 
 def _merge(merged: dict[str, torch.Tensor], name: str, parts: list[torch.Tensor]) -> None:

@@ -7,7 +7,7 @@ import torch
 
 from dustin_hf.cache import DustinCache
 from dustin_hf.drafting import DraftView, ModelProposer, PromptLookupProposer
-from dustin_hf.forward import Forward
+from dustin_hf.forward import Forward, input_device
 from dustin_hf.model_patches.attention import BlockAttention
 from dustin_hf.pool import Pool
 from dustin_hf.selection import Selection
@@ -39,10 +39,9 @@ class StepGraph:
         self.device = state.sequences.device
         self.graph = torch.cuda.CUDAGraph()
         self.clock = Clock(self.device, captured=True)
-        pool.memory = pool.memory or torch.cuda.graph_pool_handle()
         with torch.cuda.device(self.device):
             torch.cuda.synchronize()
-            with torch.cuda.graph(self.graph, pool=pool.memory):
+            with torch.cuda.graph(self.graph, pool=pool.memory(self.device)):
                 self.report = speculative_step(parts, self.state, gamma, None, self.clock)
 
     def load(self, state: DecodeState) -> None:
@@ -122,21 +121,22 @@ class CapturedForward:
         own_attention.start.copy_(attention.start)
         if indices is not None:
             own_attention.selection.indices.copy_(indices)
-        with torch.cuda.device(ids.device):
+        with torch.cuda.device(own_ids.device):
             graph.replay()
         # the next replay overwrites them; the logits are used up before it
         attention.queries.update({layer: q.clone() for layer, q in own_attention.queries.items()})
-        return logits
+        there: torch.Tensor = logits.to(ids.device)
+        return there
 
     def _capture(self, cache: DustinCache, ids: torch.Tensor, attention: BlockAttention, logits_to_keep: int) -> tuple:
-        selection = attention.selection
-        indices = None if selection.indices is None else selection.indices.clone()
-        own = BlockAttention(attention.start.clone(), Selection(indices, selection.layer_sets), attention.heads)
-        own_ids, graph = ids.clone(), torch.cuda.CUDAGraph()
-        self.pool.memory = self.pool.memory or torch.cuda.graph_pool_handle()
-        with torch.cuda.device(ids.device):
+        device, selection = input_device(self.model), attention.selection
+        indices = None if selection.indices is None else selection.indices.to(device, copy=True)
+        start = attention.start.to(device, copy=True)
+        own = BlockAttention(start, Selection(indices, selection.layer_sets), attention.heads)
+        own_ids, graph = ids.to(device, copy=True), torch.cuda.CUDAGraph()
+        with torch.cuda.device(device):
             torch.cuda.synchronize()
-            with torch.cuda.graph(graph, pool=self.pool.memory):
+            with torch.cuda.graph(graph, pool=self.pool.memory(device)):
                 logits = self.forward(cache, own_ids, own, logits_to_keep)
         return graph, own_ids, own, logits
 

@@ -24,7 +24,7 @@ class Pool:
         self._lent: weakref.WeakSet[DustinCache] = weakref.WeakSet()
         self._forwards: weakref.WeakKeyDictionary[PreTrainedModel, FusedForward] = weakref.WeakKeyDictionary()
         self._open = True
-        self.memory: Any = None  # shared by all graphs: no two of them run at the same time
+        self._memory: dict[torch.device, Any] = {}
 
     def cache(self, model: "PreTrainedModel", batch: int, capacity: int, device: torch.device) -> DustinCache:
         """An empty cache for rows of `capacity` tokens of a model."""
@@ -65,6 +65,13 @@ class Pool:
         else:
             self._forwards[model].prepare(positions)
         return self._forwards[model]
+
+    def memory(self, device: torch.device) -> Any:
+        """The memory pool that all graphs of a device share: no two of them run at the same time."""
+        if device not in self._memory:
+            with torch.cuda.device(device):
+                self._memory[device] = torch.cuda.graph_pool_handle()
+        return self._memory[device]
 
     def close(self) -> None:
         """Release everything; caches that the user holds stay what they are, without captured steps."""

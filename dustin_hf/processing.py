@@ -63,15 +63,15 @@ def process_block(
         columns: first free column of each row, at least `limit` for rows that need nothing more; only read where
             `needs_prefix(processors)`.
         limit: column at which rows end; no processor is shown that many tokens, as in stock.
-        logits: `[B, L, V]`, float32.
+        logits: `[B, L, V]`.
 
     Returns:
-        `[B, L, V]`; `logits` is left as it was.
+        `[B, L, V]`, float32 as in stock `generate` where there are processors; `logits` is left as it was.
     """
     if not processors:
-        return logits
+        return logits.float() if logits.dtype == torch.float64 else logits
     batch, block, vocabulary = logits.shape
-    scores = logits.clone()
+    scores = logits.to(torch.float32, copy=True)
     for processor in processors:
         if type(processor) in PREFIX_FREE:
             scores = processor(None, scores.view(-1, vocabulary)).view(batch, block, vocabulary)

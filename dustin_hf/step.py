@@ -127,7 +127,7 @@ def speculative_step(
 
         for collector, block_of in ((parts.scores, scores), (parts.logits, logits)):
             if collector is not None:
-                collector.add(first, kept, block_of)
+                collector.add(first, kept, block_of.float())
         full = lengths + gamma + 1
         read = _tokens_read(selection, full, gamma)
 

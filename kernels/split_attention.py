@@ -6,10 +6,10 @@ import triton.language as tl
 
 LOG2E = 1.4426950408889634
 NEVER = tl.constexpr(-1e30)  # a score that is never seen; infinity would make NaN of differences
-# Programs to aim at: one for each multiprocessor of a large GPU and a bit. A few hundred chosen slots are not split
-# where rows and heads alone nearly fill it: the merge would cost more.
-ENOUGH = 100
+# Programs to aim at: as many as the multiprocessors of a large GPU hold at once; small heads leave room for two on each.
 PROGRAMS = 132
+# From here on a few hundred chosen slots are not split: the merge would cost more (measured).
+ENOUGH = 32
 
 
 @triton.jit
@@ -52,7 +52,7 @@ def _attend(b_q, b_k, b_v, seen, b_m, b_l, b_o, scale_log2, MASKED: tl.constexpr
 @triton.jit
 def _finish(p_o, p_lse, p_part_o, p_part_m, p_part_l, p_arrived, i_b, i_h, i_s, n_heads, b_m, b_l, b_o,
             L: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr,
-            SPLITS: tl.constexpr):  # fmt: skip
+            SPLITS: tl.constexpr, LSE: tl.constexpr):  # fmt: skip
     """Store the result; where slots are split, whoever arrives last merges everybody's part."""
     rows, dims = tl.arange(0, BM), tl.arange(0, BD)
     live = rows < L * G
@@ -89,7 +89,8 @@ def _finish(p_o, p_lse, p_part_o, p_part_m, p_part_l, p_arrived, i_b, i_h, i_s, 
         lse = tl.where(empty, float("-inf"), (b_m + tl.log2(tl.where(empty, 1.0, b_l))) / 1.4426950408889634)
         row = (i_b * L + rows // G) * (n_heads * G) + i_h * G + rows % G
         tl.store(p_o + row[:, None] * D + dims[None, :], b_o.to(p_o.dtype.element_ty), mask=wanted)
-        tl.store(p_lse + row, lse, mask=live)
+        if LSE:
+            tl.store(p_lse + row, lse, mask=live)
 
 
 @triton.jit
@@ -129,7 +130,7 @@ def full_attention_kernel(
         seen = there[None, :] & (slots[None, :] <= (start + token)[:, None])
         b_m, b_l, b_o = _attend(b_q, b_k, b_v, seen, b_m, b_l, b_o, scale_log2, True, PRECISION)
     _finish(p_o, p_lse, p_part_o, p_part_m, p_part_l, p_arrived, i_b, i_h, i_s, n_heads, b_m, b_l, b_o,
-            L, G, D, BM, BD, SPLITS)  # fmt: skip
+            L, G, D, BM, BD, SPLITS, True)  # fmt: skip
 
 
 @triton.jit
@@ -171,7 +172,7 @@ def sparse_attention_kernel(
         seen = there[None, :] & (own[None, :] <= token[:, None])
         b_m, b_l, b_o = _attend(b_q, b_k, b_v, seen, b_m, b_l, b_o, scale_log2, True, PRECISION)
     _finish(p_o, p_lse, p_part_o, p_part_m, p_part_l, p_arrived, i_b, i_h, i_s, n_heads, b_m, b_l, b_o,
-            L, G, D, BM, BD, SPLITS)  # fmt: skip
+            L, G, D, BM, BD, SPLITS, True)  # fmt: skip
 
 
 def split_attention(
@@ -181,11 +182,6 @@ def split_attention(
     indices: torch.Tensor | None,
     start: torch.Tensor,
     scale: float,
-    *,
-    tile: int,
-    warps: int,
-    stages: int,
-    splits: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Launch a kernel: over `indices [B, 1 or H, K]` and the block's own tokens, or without them over whole rows.
 
@@ -198,10 +194,12 @@ def split_attention(
     chosen = 0 if indices is None else indices.shape[2]
     rows = max(16, triton.next_power_of_2(new * group))
     padded = max(16, triton.next_power_of_2(dim))
-    if splits is None:
-        most = triton.cdiv(chosen if indices is not None else slots, tile)
-        wanted = 1 if indices is not None and batch * heads >= ENOUGH else triton.cdiv(PROGRAMS, batch * heads)
-        splits = max(1, min(triton.next_power_of_2(wanted), triton.next_power_of_2(most), 64))
+    slot_bytes = padded * k.element_size()
+    tile = 128 if slot_bytes <= 256 else 64
+    programs = PROGRAMS if slot_bytes > 128 else 2 * PROGRAMS
+    wanted = 1 if indices is not None and batch * heads > ENOUGH else max(1, programs // (batch * heads))
+    most = max(1, triton.cdiv(chosen if indices is not None else slots, tile))
+    splits = min(triton.next_power_of_2(wanted), triton.next_power_of_2(most), 64)
     o = torch.empty(batch, new, q_heads, dim, dtype=q.dtype, device=q.device)
     lse = torch.empty(batch, new, q_heads, dtype=torch.float32, device=q.device)
     parts = batch * heads * splits * rows if splits > 1 else 0
@@ -212,7 +210,7 @@ def split_attention(
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
     shared = {
         "L": new, "G": group, "D": dim, "BM": rows, "BN": tile, "BD": padded, "SPLITS": splits,
-        "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32", "num_warps": warps, "num_stages": stages,
+        "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32", "num_warps": 4, "num_stages": 3,
     }  # fmt: skip
     grid = (batch, heads, splits)
     with torch.cuda.device_of(q):  # a launch goes to the current device, whatever its tensors are on

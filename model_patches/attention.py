@@ -1,12 +1,15 @@
-"""The attention function registered as "dustin": draft and verify blocks over a DustinCache, plain SDPA otherwise."""
+"""The attention functions registered: "dustin" for draft and verify blocks, "dustin_prefill" for prompts."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from torch.backends.cuda import SDPAParams, can_use_flash_attention
+from torch.nn.attention import SDPBackend
+from torch.nn.attention.bias import causal_lower_right
+from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 
 from dustin_hf.kernels.full_attention import full_attention
 from dustin_hf.kernels.sparse_attention import sparse_attention
@@ -18,6 +21,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 ATTENTION_NAME = "dustin"
+PREFILL_ATTENTION_NAME = "dustin_prefill"
+# From so many queries on cuDNN's kernel, where SDPA prefers it, is worth the plan that it makes for each new shape
+# (about 30 ms); shorter chunks take the flash kernel, which needs none.
+LONG = 4096
 
 
 @dataclass
@@ -54,11 +61,20 @@ class BlockAttention:
         if layer in self.heads:
             # selects, not a list index: that would copy the list to the device in every block
             self.queries[layer] = torch.stack([q[:, :, head] for head in self.heads[layer]], dim=2)
-        start, indices = self._on(q.device)
+        start = self.start_on(q.device)
+        indices = self.indices_of(layer, q.device)
         if indices is None:
             return full_attention(q, keys, values, start, scale)[0]
-        sets = self.selection.layer_sets
-        return sparse_attention(q, keys, values, indices[0 if sets is None else sets[layer]], start, scale)[0]
+        return sparse_attention(q, keys, values, indices, start, scale)[0]
+
+    def start_on(self, device: torch.device) -> torch.Tensor:
+        """`start` on the device of a layer."""
+        return self._on(device)[0]
+
+    def indices_of(self, layer: int, device: torch.device) -> torch.Tensor | None:
+        """The slots of one layer, `[B, 1 or H, k]`; None for all."""
+        indices, sets = self._on(device)[1], self.selection.layer_sets
+        return None if indices is None else indices[0 if sets is None else sets[layer]]
 
 
 def dustin_attention_forward(
@@ -78,13 +94,121 @@ def dustin_attention_forward(
     return dustin(module.layer_idx, query, key, value, scale), None
 
 
+def prefill_mask(*args: Any, **kwargs: Any) -> None:
+    """The mask function of "dustin_prefill": none is made, `prefill_attention_forward` knows what a chunk may see."""
+
+
+def prefill_attention_forward(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """The attention function of a chunk of some rows' prompts: the last query belongs to the last key."""
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return chunk_attention(query, key, value, scale).transpose(1, 2).contiguous(), None
+
+
+def chunk_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+    """Causal attention of the last tokens of a context, without a mask on CUDA and without a copy of keys or values.
+
+    SDPA itself takes `is_causal` for aligned at the first key, so that for later chunks transformers builds a mask and
+    SDPA leaves its fast kernels. They can do without one:
+
+    - The flash kernel aligns `is_causal` at the last key (as `torch.nn.attention.bias` relies on), and groups heads.
+    - cuDNN's kernel, which SDPA prefers on Hopper and later, and stock prefill gets there, is much faster on these, but
+      aligns at the first key. So it attends to the earlier tokens and to the chunk itself apart, and both are merged by
+      their log-sum-exps, which is exact.
+
+    Where there is no flash kernel (float32, older devices) the memory-efficient one aligns at the last key too, without
+    groups. On the CPU a boolean mask `[L, T]` is all that is made; its flash kernel takes masks.
+
+    Args:
+        query: `[B, HQ, L, D]`.
+        key, value: `[B, H, T, D]`, `T >= L`; may be slices of a cache's storage.
+        scale: of the scores.
+
+    Returns:
+        `[B, HQ, L, D]`.
+    """
+    new, start = query.shape[2], key.shape[2] - query.shape[2]
+    grouped = query.shape[1] != key.shape[1]
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    # a head dimension that is no multiple of 8 would need padding, which `causal_lower_right` knows how to do
+    if query.is_cuda and query.shape[3] % 8 == 0:
+        if can_use_flash_attention(SDPAParams(query, key, value, None, 0.0, False, grouped)):
+            if new >= LONG and start == 0:
+                return sdpa(query, key, value, is_causal=True, scale=scale, enable_gqa=grouped)
+            if new >= LONG and start >= LONG and _prefers_cudnn(query, key[:, :, :start], value[:, :, :start], scale):
+                return _in_two_parts(query, key, value, scale)
+            return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, True, scale=scale)[0]
+    if query.is_cuda and grouped:
+        # without this SDPA would take its plain implementation, with all scores at once
+        key, value = (repeat_kv(x, query.shape[1] // key.shape[1]) for x in (key, value))
+        grouped = False
+    if start == 0:
+        return sdpa(query, key, value, is_causal=True, scale=scale, enable_gqa=grouped)
+    return sdpa(query, key, value, attn_mask=causal_lower_right(new, start + new), scale=scale, enable_gqa=grouped)
+
+
+def _prefers_cudnn(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> bool:
+    """Whether SDPA would take cuDNN's kernel for these: its own rules, and what the user has switched off."""
+    choice = torch._fused_sdp_choice(query, key, value, scale=scale, enable_gqa=query.shape[1] != key.shape[1])
+    return choice == SDPBackend.CUDNN_ATTENTION.value
+
+
+def _in_two_parts(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+    """`chunk_attention` by cuDNN: over the tokens before the chunk, and over the chunk itself, causally."""
+    start = key.shape[2] - query.shape[2]
+    (past, past_lse), (own, own_lse) = [
+        torch.ops.aten._scaled_dot_product_cudnn_attention(
+            query, key[:, :, part], value[:, :, part], None, True, 0.0, causal, scale=scale
+        )[:2]
+        for part, causal in ((slice(start), False), (slice(start, None), True))
+    ]
+    return merge(past, past_lse, own, own_lse)
+
+
+def merge(a: torch.Tensor, a_lse: torch.Tensor, b: torch.Tensor, b_lse: torch.Tensor) -> torch.Tensor:
+    """Attention over two sets of keys from that over each, `[B, HQ, L, D]`, and the log-sum-exps of their scores.
+
+    The shares are rounded to the states' dtype, as the kernels do with probabilities: so it is one pass over them.
+    """
+    share = torch.sigmoid(b_lse - a_lse).reshape(*a.shape[:3], 1)
+    return torch.lerp(a, b, share.to(a.dtype))
+
+
 @contextmanager
 def block_attention(*models: "PreTrainedModel") -> Iterator[None]:
     """Switch models to the "dustin" attention function, and back to what the user chose whatever happens."""
+    with _switched(ATTENTION_NAME, models):
+        yield
+
+
+@contextmanager
+def prefill_attention(model: "PreTrainedModel") -> Iterator[None]:
+    """Switch a model from sdpa to the "dustin_prefill" attention function, and back; other choices of the user stand.
+
+    Flash attention needs neither: transformers gives it no mask for rows without pads, and it aligns at the last key.
+    """
+    # "dustin" without a block is sdpa as well
+    with _switched(PREFILL_ATTENTION_NAME, [model], instead_of=("sdpa", ATTENTION_NAME)):
+        yield
+
+
+@contextmanager
+def _switched(
+    name: str, models: Iterable["PreTrainedModel"], instead_of: tuple[str, ...] | None = None
+) -> Iterator[None]:
+    """Switch models to an attention function, those of them whose own is in `instead_of`."""
     with ExitStack() as stack:
         for model in models:
             configs: dict[int, Any] = {id(m.config): m.config for m in model.modules() if hasattr(m, "layer_idx")}
             for config in configs.values():
-                stack.callback(setattr, config, "_attn_implementation", config._attn_implementation)
-                config._attn_implementation = ATTENTION_NAME
+                if instead_of is None or config._attn_implementation in instead_of:
+                    stack.callback(setattr, config, "_attn_implementation", config._attn_implementation)
+                    config._attn_implementation = name
         yield

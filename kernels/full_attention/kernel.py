@@ -11,7 +11,7 @@ def triton_full_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `naive_full_attention`; the last dimension of `q`, `k` and `v` must be contiguous."""
     check_attention(q, k, v, start)
-    return split_attention(q, k, v, None, start, scale, tile=64, warps=4, stages=3)
+    return split_attention(q, k, v, None, start, scale)
 
 
 full_attention_op = torch.library.custom_op("dustin_hf::full_attention", triton_full_attention, mutates_args=())

@@ -57,7 +57,8 @@ def _rope_append_kernel(
     o_2 = (r_2 * cos_2 + r_1 * sin_2).to(dtype)
     tl.store(p_1, o_1, mask=mask & is_q)
     tl.store(p_1 + D // 2, o_2, mask=mask & is_q)
-    there = mask & (slot >= 0) & (slot < n_slots)
+    slots = slot + heads * 0  # a block: the interpreter makes masks of scalars integers
+    there = mask & ((slots >= 0) & (slots < n_slots))[:, None]
     k_at = p_keys + i_b * s_kb + (heads - HQ)[:, None] * s_kh + slot * s_kt + half[None, :]
     tl.store(k_at, o_1, mask=there & is_k)
     tl.store(k_at + D // 2, o_2, mask=there & is_k)

@@ -12,7 +12,7 @@ def triton_sparse_attention(
     """As `naive_sparse_attention`; the last dimension of `q`, `k`, `v` and `indices` must be contiguous."""
     check_attention(q, k, v, start)
     check_indices(indices, q, k)
-    return split_attention(q, k, v, indices, start, scale, tile=128, warps=4, stages=3)
+    return split_attention(q, k, v, indices, start, scale)
 
 
 sparse_attention_op = torch.library.custom_op("dustin_hf::sparse_attention", triton_sparse_attention, mutates_args=())

@@ -1,0 +1,87 @@
+"""Real text for `bench decode`: prompts cut from files, and how much of an output had been there before."""
+
+import gzip
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import dustin_hf
+
+# The excerpts that come with the demo; far too short for long contexts.
+EXCERPTS = Path(dustin_hf.__file__).parent / "demo_texts"
+NGRAM = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Tokens of one row, and where they come from: the file, and the place of the first one in it."""
+
+    source: str
+    start: int
+    tokens: list[int]
+
+
+def read_texts(folder: Path, tokenizer: Any) -> dict[str, list[int]]:
+    """Token ids of every `.txt` and `.txt.gz` file of a folder, by file name, in order of the names.
+
+    Raises:
+        FileNotFoundError: if there is none.
+    """
+    paths = sorted(path for path in folder.glob("*") if path.name.endswith((".txt", ".txt.gz")))
+    if not paths:
+        raise FileNotFoundError(f"--texts {folder} holds no .txt or .txt.gz files")
+    texts = [
+        (gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()).decode() for path in paths
+    ]
+    ids = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+    return {path.name: row for path, row in zip(paths, ids)}
+
+
+def row_lengths(context: int, batch: int, ragged: bool) -> list[int]:
+    """Tokens of each row: all of the context, or where `ragged`, from half of it up."""
+    if not ragged:
+        return [context] * batch
+    return [context - (context - context // 2) * (batch - 1 - i) // max(1, batch - 1) for i in range(batch)]
+
+
+def cut_prompts(texts: Mapping[str, Sequence[int]], lengths: Sequence[int]) -> list[Prompt]:
+    """One prompt for each length: one from each file in turn, spread over the file, none overlapping another.
+
+    Raises:
+        ValueError: if the texts are too short.
+    """
+    window, needed = max(lengths), len(lengths)
+    room = {name: len(tokens) // window for name, tokens in texts.items()}
+    if sum(room.values()) < needed:
+        raise ValueError(
+            f"{needed} prompts of {window:,} tokens are needed, the texts hold {sum(room.values())} without overlap: "
+            "give more text with --texts, or lower --context or --batch"
+        )
+    turns = [(name, i) for i in range(max(room.values())) for name in texts if i < room[name]][:needed]
+    taken = {name: sum(name == other for other, _ in turns) for name in texts}
+    prompts = []
+    for (name, i), length in zip(turns, lengths):
+        gap = (len(texts[name]) - taken[name] * window) // (taken[name] + 1)
+        start = gap + i * (window + gap)
+        prompts.append(Prompt(name, start, list(texts[name][start : start + length])))
+    return prompts
+
+
+def old_shares(prompt: Sequence[int], new: Sequence[int]) -> tuple[float, float]:
+    """Shares of the 8-grams of `new` that occur in the prompt (copied), and that `new` has held before (repeated).
+
+    Tokens of the prompt and of `new` never count as one 8-gram.
+
+    Raises:
+        ValueError: if `new` has no 8-gram.
+    """
+    grams = _grams(new)
+    if not grams:
+        raise ValueError(f"shares of {NGRAM}-grams need at least {NGRAM} new tokens, got {len(new)}")
+    held = set(_grams(prompt))
+    return sum(gram in held for gram in grams) / len(grams), 1 - len(set(grams)) / len(grams)
+
+
+def _grams(tokens: Sequence[int]) -> list[tuple[int, ...]]:
+    return list(zip(*(tokens[i:] for i in range(NGRAM))))

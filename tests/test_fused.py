@@ -1,0 +1,157 @@
+"""The fused forward and its kernels: equal to the models' own forwards; what it cannot run; the compiled backend."""
+
+import pytest
+import torch
+from helpers import dustin, plain
+from torch import nn
+
+import dustin_hf
+from dustin_hf.cache import DustinCache
+from dustin_hf.drafting import ModelProposer, recent_slots
+from dustin_hf.forward import CompiledForward, StockForward
+from dustin_hf.fused import FusedForward, fusion_obstacle
+from dustin_hf.model_patches.attention import BlockAttention, block_attention
+from dustin_hf.selection import Selection
+from dustin_hf.testing import assert_close, left_pad, random_prompts, tiny_model
+
+FAMILIES = ["llama", "mistral", "qwen2", "qwen3"]
+PROMPTS = random_prompts([9, 30, 5])
+
+
+def lively(family, **overrides):
+    """A model whose biases and norms do something."""
+    model = tiny_model(family, **overrides)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "norm" in name or "bias" in name:
+                p.add_(0.3 * torch.randn(p.shape, generator=generator))
+    return model
+
+
+def blocks(forward, heads):
+    """Logits, kept queries and cache of a dense block and two sparse ones, one row of them before its first slot."""
+    cache, outs = DustinCache(2, 3, 64), []
+    slots = torch.tensor([[3, 0, -1, 7], [-1, 1, 2, 19], [5, 4, 11, -1]], dtype=torch.int32)
+    for start, new, indices, keep in (
+        ([-1, 0, 0], 20, None, 0),
+        ([19, 20, 20], 3, slots[None, :, None], 0),
+        ([22, 21, 23], 1, slots[None, :, None], 1),
+    ):
+        attention = BlockAttention(torch.tensor(start), Selection(indices), heads)
+        ids = (torch.arange(3 * new) % 150 + 3).view(3, new)
+        logits = forward(cache, ids, attention, logits_to_keep=keep)
+        # the token before a row's first slot sees nothing that counts
+        outs += [logits[:, 1:] if new > 1 else logits, *(q[:, -1] for q in attention.queries.values())]
+    outs += [x[:, :, :23] for layer in cache.layers for x in (layer.keys, layer.values)]
+    return outs
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("merging", [True, False])
+@pytest.mark.parametrize("tapped", [{}, {1: (0, 2)}], ids=["plain", "tapped"])
+def test_equals_the_models_own_forward(family, merging, tapped, monkeypatch):
+    if not merging:
+        monkeypatch.setattr("dustin_hf.fused.MERGE_BYTES", 0)
+    model = lively(family)
+    with dustin_hf.enable(model), block_attention(model):
+        expected, got = blocks(StockForward(model), tapped), blocks(FusedForward(model, 64), tapped)
+    for i, (x, y) in enumerate(zip(expected, got, strict=True)):
+        assert_close(str(i), x, y)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_compiled_forward_equals_the_models_own(family, monkeypatch):
+    """What torch.compile would make of it: traced whole, though not lowered here."""
+    compiled = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **kwargs: compiled(f, backend="eager", fullgraph=True, **kwargs))
+    model = lively(family)
+    with dustin_hf.enable(model), block_attention(model):
+        expected, got = blocks(StockForward(model), {1: (0,)}), blocks(CompiledForward(model), {1: (0,)})
+    for i, (x, y) in enumerate(zip(expected, got, strict=True)):
+        assert_close(str(i), x, y)
+
+
+@pytest.mark.parametrize("kind", ["S", "D", "M", "self"])
+@pytest.mark.parametrize("config", [{}, {"budget": 24}, {"budget": 24, "draft_cache": "sparse"}], ids=str)
+def test_compiled_backend_gives_the_text_of_eager(pair, kind, config):
+    rows = []
+    for backend in ("eager", "compiled"):
+        texts, out = dustin(pair.target, pair.drafts[kind], PROMPTS, config={**config, "backend": backend}, new=40)
+        rows.append(texts)
+        assert (out.stats.backend, out.stats.backend_reason) == (backend, "asked for")
+    assert rows[0] == rows[1]
+
+
+@pytest.mark.parametrize("kind", ["S", "D", "M", "self"])
+def test_sparse_drafts_change_no_text_at_full_budget(pair, kind):
+    """Whatever drafts attend to, verification decides; a small draft budget is had by a large verification budget."""
+    seen = []
+    choose = ModelProposer._selection
+
+    def small(self, start, gamma, view):
+        self.kind, self.size, self.sinks, self.window = "sparse", 12, 1, 2
+        selection = choose(self, start, gamma, view)
+        seen.append(None if selection.indices is None else selection.indices.shape[-1])
+        return selection
+
+    ModelProposer._selection = small
+    try:
+        rows, _ = dustin(pair.target, pair.drafts[kind], PROMPTS, new=30, eos_token_id=None)
+    finally:
+        ModelProposer._selection = choose
+    assert rows == [plain(pair.target, prompt, new=30, eos_token_id=None) for prompt in PROMPTS]
+    assert None in seen and 12 + 2 * 4 in seen
+
+
+def test_recent_slots():
+    """What came after a sparse draft cache was chosen."""
+    slots = recent_slots(torch.tensor([9, 5, 2]), torch.tensor([6, 5, 3]), 4)
+    assert slots.tolist() == [[-1, 6, 7, 8], [-1, -1, -1, -1], [-1, -1, -1, -1]]
+
+
+def test_what_cannot_be_fused():
+    model = tiny_model("qwen2")
+    assert fusion_obstacle(model) is None
+    hook = model.lm_head.register_forward_hook(lambda module, args, out: out)
+    assert fusion_obstacle(model) == "modules have hooks"
+    hook.remove()
+    model.model.layers[1].mlp.up_proj.forward = model.model.layers[1].mlp.up_proj.forward
+    assert "changed" in fusion_obstacle(model)
+
+    class Adapted(nn.Linear):
+        pass
+
+    model = tiny_model("qwen2")
+    model.model.layers[0].mlp.down_proj = Adapted(128, 64, bias=False)
+    assert fusion_obstacle(model) == "projections are not plain linear layers"
+    assert fusion_obstacle(tiny_model("llama", attention_bias=True)) is not None
+    assert fusion_obstacle(tiny_model("llama", hidden_act="gelu")) == "the activation is not silu"
+    mixed = tiny_model("llama")
+    mixed.lm_head.to(torch.float64)
+    assert "several" in fusion_obstacle(mixed)
+
+
+def test_weights_are_read_anew_in_each_call():
+    """A change of the weights between two calls reaches the merged projections."""
+    target = lively("qwen2")
+    with dustin_hf.enable(target):
+        options = {
+            "assistant_model": target,
+            "cache_implementation": "dustin",
+            "cache_config": {"backend": "compiled"},
+            "max_new_tokens": 20,
+            "do_sample": False,
+        }
+        first = target.generate(**left_pad(PROMPTS), **options)
+        with torch.no_grad():
+            target.model.layers[0].self_attn.q_proj.weight.neg_()
+            target.model.layers[0].self_attn.v_proj.bias.add_(1.0)
+        second = target.generate(**left_pad(PROMPTS), **options)
+    expected = [plain(target, prompt, new=20) for prompt in PROMPTS]
+    width = max(map(len, PROMPTS))
+    assert not torch.equal(first, second)
+    for row, tokens in zip(second[:, width:].tolist(), expected):
+        assert row[: len(tokens)] == tokens
