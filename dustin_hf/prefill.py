@@ -55,8 +55,7 @@ def prefill(
     last = sequences.shape[1] - 1
     compared = sequences.cpu()  # once: each comparison on the device would wait for it
     shared = [0] + [
-        _common(compared[row, pads[row] : last], compared[row - 1, pads[row - 1] : last])
-        for row in range(1, len(pads))
+        _common(compared[row, pads[row] : last], compared[row - 1, pads[row - 1] : last]) for row in range(1, len(pads))
     ]
     spans = []  # of each prompt, the tokens to compute
     for row, pad in enumerate(pads):

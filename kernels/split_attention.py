@@ -149,6 +149,12 @@ def sparse_attention_kernel(
     b_q = _queries(p_q, s_qb, s_ql, s_qh, i_b, i_h, L, G, D, BM, BD)
     token = tl.arange(0, BM) // G
 
+    # the block's own tokens are for the last split; asked for early, so that nobody waits for them at the end
+    own = tl.arange(0, BL)
+    mine = (own < tl.where(i_s == SPLITS - 1, L, 0)) & (start + own >= 0)
+    own_k = _rows_of(k_base, start + own, s_kt, mine, D, BD, True)
+    own_v = _rows_of(v_base, start + own, s_vt, mine, D, BD, True)
+
     per_split = tl.cdiv(tl.cdiv(n_chosen, BN), SPLITS) * BN
     begin = i_s * per_split
     end = tl.minimum(begin + per_split, n_chosen)
@@ -164,13 +170,8 @@ def sparse_attention_kernel(
         b_k = _rows_of(k_base, slots, s_kt, there, D, BD, False)
         b_v = _rows_of(v_base, slots, s_vt, there, D, BD, False)
         b_m, b_l, b_o = _attend(b_q, b_k, b_v, there[None, :], b_m, b_l, b_o, scale_log2, True, PRECISION)
-    if i_s == SPLITS - 1:
-        own = tl.arange(0, BL)
-        there = (own < L) & (start + own >= 0)
-        b_k = _rows_of(k_base, start + own, s_kt, there, D, BD, True)
-        b_v = _rows_of(v_base, start + own, s_vt, there, D, BD, True)
-        seen = there[None, :] & (own[None, :] <= token[:, None])
-        b_m, b_l, b_o = _attend(b_q, b_k, b_v, seen, b_m, b_l, b_o, scale_log2, True, PRECISION)
+    seen = mine[None, :] & (own[None, :] <= token[:, None])
+    b_m, b_l, b_o = _attend(b_q, own_k, own_v, seen, b_m, b_l, b_o, scale_log2, True, PRECISION)
     _finish(p_o, p_lse, p_part_o, p_part_m, p_part_l, p_arrived, i_b, i_h, i_s, n_heads, b_m, b_l, b_o,
             L, G, D, BM, BD, SPLITS, True)  # fmt: skip
 

@@ -113,22 +113,24 @@ def prefill_attention_forward(
 
 
 def chunk_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
-    """Causal attention of the last tokens of a context, without a mask on CUDA and without a copy of keys or values.
+    """Causal attention of the last tokens of a context, on CUDA without a mask and without copies of keys and values.
 
-    SDPA itself takes `is_causal` for aligned at the first key, so that for later chunks transformers builds a mask and
-    SDPA leaves its fast kernels. They can do without one:
+    SDPA aligns `is_causal` at the first key, so that for later chunks transformers builds a mask, with which SDPA
+    leaves its fast kernels. They can do without one:
 
     - The flash kernel aligns `is_causal` at the last key (as `torch.nn.attention.bias` relies on), and groups heads.
-    - cuDNN's kernel, which SDPA prefers on Hopper and later, and stock prefill gets there, is much faster on these, but
-      aligns at the first key. So it attends to the earlier tokens and to the chunk itself apart, and both are merged by
-      their log-sum-exps, which is exact.
+    - cuDNN's kernel is faster on Hopper and later, where SDPA prefers it (torch 2.11 and newer, so stock prefill gets
+      it), but aligns at the first key. So it attends to the earlier tokens and to the chunk itself apart, and both are
+      merged by their log-sum-exps, which is exact.
 
-    Where there is no flash kernel (float32, older devices) the memory-efficient one aligns at the last key too, without
-    groups. On the CPU a boolean mask `[L, T]` is all that is made; its flash kernel takes masks.
+    Where neither runs (float32, older devices), `causal_lower_right` finds the memory-efficient kernel, which knows no
+    groups of heads, or as a last resort makes a boolean mask `[L, T]`. So it does on the CPU, whose flash kernel takes
+    masks and groups.
 
     Args:
         query: `[B, HQ, L, D]`.
-        key, value: `[B, H, T, D]`, `T >= L`; may be slices of a cache's storage.
+        key: `[B, H, T, D]`, `T >= L`; may be a slice of a cache's storage.
+        value: like `key`.
         scale: of the scores.
 
     Returns:

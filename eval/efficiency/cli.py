@@ -2,8 +2,9 @@
 
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 if TYPE_CHECKING:
     from typer import Typer
@@ -51,9 +52,116 @@ def bench_app() -> "Typer":
                 save(out, result, force)
             bench.report(result)
 
+    @commands.command()
+    def decode(
+        shape: Annotated[
+            str | None, typer.Option(help="Target with random weights and its default draft, as for `kernels`.")
+        ] = None,
+        target: Annotated[str | None, typer.Option(help="Real target: folder or Hub id. Needs --draft.")] = None,
+        draft: Annotated[str | None, typer.Option(help="Real draft: folder or Hub id.")] = None,
+        context: Annotated[
+            list[int] | None, typer.Option(min=2, help="Tokens per row; repeatable. Default: 8192, 16384, 32768.")
+        ] = None,
+        batch: Annotated[list[int] | None, typer.Option(min=1, help="Rows; repeatable. Default: 8, 16.")] = None,
+        gamma: Annotated[int, typer.Option(min=1, help="Drafted tokens per step.")] = 3,
+        budget: Annotated[int, typer.Option(help="Cached tokens that sparse verification attends to.")] = 512,
+        arms: Annotated[str | None, typer.Option(help="Names, with commas. Default: all but hf-static.")] = None,
+        tau: Annotated[
+            float | None, typer.Option(help="Simulated tokens per step, with --shape only. Default: 2.2.")
+        ] = None,
+        ragged: Annotated[bool, typer.Option("--ragged", help="Rows from half the context to all of it.")] = False,
+        texts: Annotated[
+            Path | None,
+            typer.Option(help="Folder of .txt or .txt.gz files, with --target only. Default: four book excerpts."),
+        ] = None,
+        new_tokens: Annotated[
+            int | None, typer.Option(help="Tokens that each row gets, with --target only. Default: 128.")
+        ] = None,
+        out: Annotated[Path | None, typer.Option(help="JSON file for the result.")] = None,
+        force: Annotated[bool, typer.Option("--force", help="Overwrite that file.")] = False,
+    ) -> None:
+        """Time whole steps of every arm beside their floors: random weights, or real models on real text."""
+        from dustin_hf.eval.efficiency import decode as bench
+        from dustin_hf.eval.efficiency.kernels import BATCHES, CONTEXTS
+        from dustin_hf.eval.efficiency.real import REAL_ARMS, run_real
+        from dustin_hf.eval.efficiency.record import check_free, save
+        from dustin_hf.eval.efficiency.shapes import pair_of
+        from dustin_hf.eval.efficiency.texts import EXCERPTS, load_pair, read_texts
+        from dustin_hf.eval.efficiency.timing import check_cuda
+
+        points, batches = context or CONTEXTS, batch or BATCHES
+
+        def say(text: str) -> None:
+            typer.echo(text, err=True)
+
+        with errors_end_it():
+            _check_modes(shape, target, draft, {"--tau": tau}, {"--texts": texts, "--new-tokens": new_tokens})
+            names = _arms(arms, REAL_ARMS if shape is None else (*bench.STOCK_ARMS, *bench.ARMS))
+            if out is not None:
+                check_free(out, force)
+            if target is not None and draft is not None:
+                check_cuda()
+                models = load_pair(target, draft)
+                result = run_real(
+                    *models[:2],
+                    read_texts(texts or EXCERPTS, models[2]),
+                    points,
+                    batches,
+                    gamma,
+                    budget,
+                    names,
+                    128 if new_tokens is None else new_tokens,
+                    command_line(),
+                    progress=say,
+                    ragged=ragged,
+                )
+            else:
+                result = bench.run_decode(
+                    *pair_of(str(shape)),
+                    points,
+                    batches,
+                    gamma,
+                    budget,
+                    names,
+                    2.2 if tau is None else tau,
+                    command_line(),
+                    ragged,
+                    say,
+                )
+            if out is not None:
+                save(out, result, force)
+            bench.report(result)
+
     return commands
 
 
 def command_line() -> str:
     """The command as typed, without the place of the program."""
     return shlex.join(["dustin-hf", *sys.argv[1:]])
+
+
+def _check_modes(
+    shape: str | None, target: str | None, draft: str | None, simulated: dict[str, Any], real: dict[str, Any]
+) -> None:
+    """Raise `ValueError` unless either a shape or a real pair is given, and no option of the other."""
+    if (shape is None) == (target is None and draft is None):
+        raise ValueError("give either --shape, or --target with --draft")
+    if shape is None and (target is None or draft is None):
+        raise ValueError("--target and --draft must be given together")
+    wrong, needed = (simulated, "--shape") if shape is None else (real, "--target")
+    for option, value in wrong.items():
+        if value is not None:
+            raise ValueError(f"{option} goes with {needed} only")
+
+
+def _arms(text: str | None, known: Sequence[str]) -> list[str]:
+    """The names in `text`; all but hf-static without one.
+
+    Raises:
+        ValueError: on a name that is not known.
+    """
+    names = [name for name in known if name != "hf-static"] if text is None else text.replace(" ", "").split(",")
+    unknown = sorted(set(names) - set(known))
+    if unknown:
+        raise ValueError(f"--arms must be of {', '.join(known)}, got {', '.join(unknown)}")
+    return names

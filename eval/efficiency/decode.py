@@ -14,6 +14,7 @@ from dustin_hf.eval.efficiency.arms import ARMS, SINKS, Arm, Decode, SimulatedAc
 from dustin_hf.eval.efficiency.record import conditions
 from dustin_hf.eval.efficiency.shapes import Shape
 from dustin_hf.eval.efficiency.stock import STOCK_ARMS, stock_steps
+from dustin_hf.eval.efficiency.tables import show
 from dustin_hf.eval.efficiency.timing import check_cuda, copy_rate
 from dustin_hf.graphs import StepGraph
 from dustin_hf.model_patches.attention import block_attention
@@ -206,3 +207,51 @@ def with_ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if row.get("step_ms"):
             row["floor_share"] = row["floor_ms"] / row["step_ms"]
     return rows
+
+
+# Columns of the tables: title, field, digits; "%" for shares. Those that no row has are left out.
+COLUMNS: tuple[tuple[str, str, int | str], ...] = (
+    ("gamma", "gamma", 0),
+    ("budget", "budget", 0),
+    ("prefill s", "prefill_s", 2),
+    ("step ms", "step_ms", 2),
+    ("low", "step_ms_low", 2),
+    ("high", "step_ms_high", 2),
+    ("steady ms", "steady_step_ms", 2),
+    ("floor ms", "floor_ms", 2),
+    ("share", "floor_share", "%"),
+    ("tau", "tau", 2),
+    ("tau fresh", "tau_fresh", 2),
+    ("fresh rows", "fresh_rows", 0),
+    ("copied", "copied", "%"),
+    ("repeated", "repeated", "%"),
+    ("tok/s", "tokens_per_s", 0),
+    ("steady tok/s", "steady_tokens_per_s", 0),
+    *((f"x {base}", f"over_{base}", 2) for base in ("vanilla", "classic", "magicdec", "hf")),
+)
+
+
+def report(result: dict[str, Any]) -> None:
+    """Print the result of `run_decode`, or of `run_real`, as one table for each point."""
+
+    def cell(value: Any, digits: int | str) -> str:
+        if value is None:
+            return "-"
+        return f"{value:.0%}" if digits == "%" else f"{value:,.{digits}f}"
+
+    for context, batch in dict.fromkeys((row["context"], row["batch"]) for row in result["rows"]):
+        rows = [row for row in result["rows"] if (row["context"], row["batch"]) == (context, batch)]
+        columns = [column for column in COLUMNS if any(row.get(column[1]) is not None for row in rows)]
+        kind = "up to " if any(row["ragged"] for row in rows) else ""
+        show(
+            f"{result['target']} with {result['draft']}, context {kind}{context}, batch {batch}",
+            ("arm", *(title for title, _, _ in columns)),
+            [(row["arm"], *(cell(row.get(field), digits) for _, field, digits in columns)) for row in rows],
+        )
+    for row in result["rows"]:
+        if "error" in row:
+            print(f"{row['arm']}, context {row['context']}, batch {row['batch']}: {row['error']}")
+    rate = result["copy_rate_gb_s"]
+    machine = result["conditions"]["gpu"] or "no GPU"
+    print(f"acceptance {result['acceptance']}", machine + (f", copy rate {rate:.0f} GB/s" if rate else ""), sep="\n")
+    print(result["notes"] if isinstance(result["notes"], str) else "\n".join(result["notes"]))

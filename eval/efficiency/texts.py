@@ -1,10 +1,13 @@
-"""Real text for `bench decode`: prompts cut from files, and how much of an output had been there before."""
+"""What `bench decode` needs for real runs: models and texts read, prompts cut, outputs compared with what was there."""
 
 import gzip
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 import dustin_hf
 
@@ -20,6 +23,37 @@ class Prompt:
     source: str
     start: int
     tokens: list[int]
+
+
+def load_pair(target: str, draft: str, device: str = "cuda") -> tuple[Any, Any, Any]:
+    """Target, draft and the target's tokenizer; in bfloat16 on CUDA, in float32 elsewhere.
+
+    Args:
+        target: folder with safetensors or a single `.gguf` file, which is dequantised; or a Hub id.
+        draft: likewise.
+        device: of both.
+
+    Raises:
+        FileNotFoundError: if there is no such model.
+    """
+    dtype = torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32
+    models = []
+    for option, name in (("--target", target), ("--draft", draft)):
+        options = _gguf(name, "*.safetensors")
+        if options:  # transformers may keep the weights packed otherwise, which is another model to measure
+            options["quantization_config"] = GgufConfig(dequantize=True)
+        try:
+            model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **options)
+        except OSError as error:
+            raise FileNotFoundError(f"{option} {name}: {str(error).splitlines()[0]}") from error
+        models.append(model.to(device).eval())
+    return models[0], models[1], AutoTokenizer.from_pretrained(target, **_gguf(target, "tokenizer.json"))
+
+
+def _gguf(name: str, unless: str) -> dict[str, Any]:
+    """The argument for a folder's GGUF file; nothing where the folder holds what is better, or no such file."""
+    files = list(Path(name).glob("*.gguf"))
+    return {"gguf_file": files[0].name} if len(files) == 1 and not list(Path(name).glob(unless)) else {}
 
 
 def read_texts(folder: Path, tokenizer: Any) -> dict[str, list[int]]:

@@ -6,7 +6,7 @@ import triton.language as tl
 
 from dustin_hf.kernels.naive_attention import check_indices
 from dustin_hf.kernels.rope_append.naive import check_rope_append
-from dustin_hf.kernels.split_attention import LOG2E, NEVER, _attend, _finish, _rows_of
+from dustin_hf.kernels.split_attention import ENOUGH, LOG2E, NEVER, _attend, _finish, _rows_of
 
 TILE_BYTES = 256  # of a slot, up to which a tile has 128 slots
 WARPS = 4
@@ -68,6 +68,18 @@ def _rope_sparse_attention_kernel(
     b_q = _rotated(p_qkv, p_bias, p_q_norm, p_cos, p_sin, i_b * s_qb + token * s_ql + head * D, head * D, positions,
                    rows < L * G, eps, D, BD, BIAS, NORM)  # fmt: skip
 
+    # the block's own tokens are for the last split: into the cache, and seen by those that follow
+    own, dims = tl.arange(0, BL), tl.arange(0, BD)
+    own_slots = (start + own).to(tl.int64)
+    given = own < tl.where(i_s == SPLITS - 1, L, 0)
+    own_at, k_head, v_head = i_b * s_qb + own * s_ql, n_heads * G + i_h, n_heads * (G + 1) + i_h
+    own_positions = tl.minimum(tl.maximum(start + own, 0), last_position)
+    own_k = _rotated(p_qkv, p_bias, p_k_norm, p_cos, p_sin, own_at + k_head * D, own * 0 + k_head * D, own_positions,
+                     given, eps, D, BD, BIAS, NORM).to(p_keys.dtype.element_ty)  # fmt: skip
+    v_at = (own * 0 + v_head * D)[:, None] + dims[None, :]
+    v_mask = given[:, None] & (dims < D)[None, :]
+    own_v = _biased(p_qkv, p_bias, own_at[:, None] + v_at, v_at, v_mask, BIAS).to(p_values.dtype.element_ty)
+
     per_split = tl.cdiv(tl.cdiv(n_chosen, BN), SPLITS) * BN
     begin = i_s * per_split
     end = tl.minimum(begin + per_split, n_chosen)
@@ -83,25 +95,11 @@ def _rope_sparse_attention_kernel(
         b_k = _rows_of(k_base, slots, s_kt, there, D, BD, False)
         b_v = _rows_of(v_base, slots, s_vt, there, D, BD, False)
         b_m, b_l, b_o = _attend(b_q, b_k, b_v, there[None, :], b_m, b_l, b_o, scale_log2, True, PRECISION)
-    if i_s == SPLITS - 1:
-        # the block's own tokens: into the cache, and seen by those that follow
-        own, dims = tl.arange(0, BL), tl.arange(0, BD)
-        slots = (start + own).to(tl.int64)
-        there = (own < L) & (slots >= 0)
-        positions = tl.minimum(tl.maximum(start + own, 0), last_position)
-        k_head, v_head = n_heads * G + i_h, n_heads * (G + 1) + i_h
-        at = i_b * s_qb + own * s_ql
-        b_k = _rotated(p_qkv, p_bias, p_k_norm, p_cos, p_sin, at + k_head * D, own * 0 + k_head * D, positions, own < L,
-                       eps, D, BD, BIAS, NORM)  # fmt: skip
-        mask = (own < L)[:, None] & (dims < D)[None, :]
-        v_at = (own * 0 + v_head * D)[:, None] + dims[None, :]
-        b_v = _biased(p_qkv, p_bias, at[:, None] + v_at, v_at, mask, BIAS).to(p_qkv.dtype.element_ty)
-        stored = mask & (there & (slots < n_slots))[:, None]
-        tl.store(k_base + slots[:, None] * s_kt + dims[None, :], b_k.to(p_keys.dtype.element_ty), mask=stored)
-        tl.store(v_base + slots[:, None] * s_vt + dims[None, :], b_v.to(p_values.dtype.element_ty), mask=stored)
-        seen = there[None, :] & (own[None, :] <= token[:, None])
-        b_k, b_v = b_k.to(p_keys.dtype.element_ty), b_v.to(p_values.dtype.element_ty)
-        b_m, b_l, b_o = _attend(b_q, b_k, b_v, seen, b_m, b_l, b_o, scale_log2, True, PRECISION)
+    stored = v_mask & ((own_slots >= 0) & (own_slots < n_slots))[:, None]
+    tl.store(k_base + own_slots[:, None] * s_kt + dims[None, :], own_k, mask=stored)
+    tl.store(v_base + own_slots[:, None] * s_vt + dims[None, :], own_v, mask=stored)
+    seen = (given & (own_slots >= 0))[None, :] & (own[None, :] <= token[:, None])
+    b_m, b_l, b_o = _attend(b_q, own_k, own_v, seen, b_m, b_l, b_o, scale_log2, True, PRECISION)
     _finish(p_o, p_o, p_part_o, p_part_m, p_part_l, p_arrived, i_b, i_h, i_s, n_heads, b_m, b_l, b_o,
             L, G, D, BM, BD, SPLITS, False)  # fmt: skip
 
@@ -132,7 +130,7 @@ def triton_rope_sparse_attention(
     tile = 128 if padded * keys.element_size() <= TILE_BYTES else 64
     if splits is None:
         # a merge pays only where rows and heads leave most of a large GPU idle
-        splits = 1 if batch * heads > 32 else min(4, triton.next_power_of_2(max(1, triton.cdiv(chosen, tile))))
+        splits = 1 if batch * heads > ENOUGH else min(4, triton.next_power_of_2(max(1, triton.cdiv(chosen, tile))))
     if arrived.shape != (batch * heads,):
         raise ValueError(f"arrived must be [B * H] = [{batch * heads}], got {tuple(arrived.shape)}")
     o = torch.empty(batch, new, all_heads - 2 * heads, dim, dtype=qkv.dtype, device=qkv.device)
