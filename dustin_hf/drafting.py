@@ -99,7 +99,7 @@ class Proposer(ABC):
         """
 
     def choose_view(self, scores: torch.Tensor, lengths: torch.Tensor) -> DraftView | None:
-        """What the drafts of the next step attend to, from the draft's scores `[B, T]`; None where they are not sparse."""
+        """What the drafts of the next step attend to, from the draft's scores `[B, T]`; None unless they are sparse."""
         return None
 
     @abstractmethod

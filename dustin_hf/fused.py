@@ -53,7 +53,7 @@ def fusion_obstacle(model: "PreTrainedModel") -> str | None:
 
 
 class FusedForward:
-    """Runs a plain decoder with eight launches a layer, or nine. Its weights are read, never changed; see `fusion_obstacle`.
+    """Runs a plain decoder with eight launches a layer. Its weights are read, never changed; see `fusion_obstacle`.
 
     Args:
         model: on one device.

@@ -6,7 +6,7 @@ import triton.language as tl
 
 LOG2E = 1.4426950408889634
 NEVER = tl.constexpr(-1e30)  # a score that is never seen; infinity would make NaN of differences
-# Programs to aim at: as many as the multiprocessors of a large GPU hold at once; small heads leave room for two on each.
+# Programs to aim at: as many as the multiprocessors of a large GPU hold at once, two on each where heads are small.
 PROGRAMS = 132
 # From here on a few hundred chosen slots are not split: the merge would cost more (measured).
 ENOUGH = 32

@@ -111,7 +111,7 @@ def test_forwards_are_captured_where_the_host_has_a_say(pair):
 
 def test_what_cannot_be_captured(pair):
     target, draft = on(pair.target, "cuda"), on(pair.M, "cuda")
-    hook = draft.lm_head.register_forward_hook(lambda module, args, out: bool(out.isfinite().all()))
+    hook = draft.lm_head.register_forward_hook(lambda module, args, out: print(out.shape))
     with pytest.raises(ValueError, match="hooks on the models would not run in replays"):
         run(target, draft, "cuda", cache_config={"backend": "graph"})
     assert run(target, draft, "cuda")[1].stats.backend == "eager"

@@ -3,94 +3,14 @@
 The Triton kernels run under the interpreter, in float32 and float16; on a GPU they are compiled, bfloat16 too.
 """
 
-import importlib
 import math
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
+from kernel_cases import DEVICE, DTYPES, OPS, literal_attention, ops, poisoned_memory, queries, storage  # noqa: F401
 
 from dustin_hf.testing import assert_close
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# bfloat16 dots come out wrong under the interpreter
-DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE == "cuda" else [])
-OPS = (
-    "full_attention",
-    "kv_append",
-    "rms_norm",
-    "rope_append",
-    "rope_sparse_attention",
-    "silu_mul",
-    "sparse_attention",
-    "srh_score",
-    "topk_select",
-)
-
-
-@pytest.fixture(params=["naive", "triton"])
-def ops(request):
-    """All ops of one kind. Arguments travel to the device and results back, so that tests are written once."""
-
-    def on_device(function):
-        def call(*args):
-            moved = [x.to(DEVICE) if isinstance(x, torch.Tensor) else x for x in args]
-            out = function(*moved)
-            for x, y in zip(args, moved):
-                if x is not y and isinstance(x, torch.Tensor):
-                    x.copy_(y)  # some work in place
-            if out is None:
-                return None
-            return tuple(x.cpu() for x in out) if isinstance(out, tuple) else out.cpu()
-
-        return call
-
-    functions = {}
-    for op in OPS:
-        module = importlib.import_module(f"dustin_hf.kernels.{op}.{'naive' if request.param == 'naive' else 'kernel'}")
-        functions[op] = on_device(getattr(module, f"{request.param}_{op}"))
-    return SimpleNamespace(**functions)
-
-
-@pytest.fixture(autouse=True)
-def poisoned_memory(monkeypatch):
-    """An output element that is never written is NaN."""
-    for name in ("empty", "empty_like"):
-        make = getattr(torch, name)
-
-        def poisoned(*args, make=make, **kwargs):
-            out = make(*args, **kwargs)
-            return out.fill_(float("nan")) if out.is_floating_point() else out
-
-        monkeypatch.setattr(torch, name, poisoned)
-
-
-def storage(batch, heads, capacity, dim, dtype=torch.float32, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(batch, heads, capacity, dim, generator=generator).to(dtype) for _ in range(2)]
-
-
-def queries(batch, new, heads, dim, dtype=torch.float32):
-    return torch.randn(batch, new, heads, dim, generator=torch.Generator().manual_seed(1)).to(dtype)
-
-
-def literal_attention(q, k, v, slots_of, scale):
-    """One query, one head, one slot at a time. `slots_of(b, h, i)` lists what a query sees."""
-    batch, new, q_heads, dim = q.shape
-    group = q_heads // k.shape[1]
-    out, lse = torch.zeros(q.shape), torch.full(q.shape[:3], -math.inf)
-    for b in range(batch):
-        for i in range(new):
-            for h in range(q_heads):
-                slots = slots_of(b, h // group, i)
-                if slots:
-                    scores = torch.stack([q[b, i, h].float() @ k[b, h // group, s].float() for s in slots]) * scale
-                    values = torch.stack([v[b, h // group, s].float() for s in slots])
-                    out[b, i, h] = scores.softmax(0) @ values
-                    lse[b, i, h] = scores.logsumexp(0)
-    return out, lse
-
 
 SHAPES = [  # new, q_heads, kv_heads, dim, starts
     pytest.param(1, 4, 4, 64, (0, 5, 63), id="L1-G1-D64"),
@@ -160,88 +80,6 @@ def test_small_tiles_p47_p50(ops, gamma, group, dim):
         ops.sparse_attention(q, k, v, indices, start, dim**-0.5),
     ):
         assert_close("o", expected, o)
-
-
-@pytest.mark.parametrize("width", [5, 64, 900])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_rms_norm_and_silu_mul(ops, width, dtype):
-    x, weight, y = (torch.randn(n, width, generator=torch.Generator().manual_seed(n)).to(dtype) for n in (7, 1, 8))
-    expected = torch.nn.functional.rms_norm(x.float(), (width,), weight[0].float(), 1e-6)
-    assert_close("norm", expected, ops.rms_norm(x, weight[0], 1e-6))
-    both = torch.cat([x, y[:7]], dim=1)  # halves of one tensor, as merged projections leave them
-    gate, up = both.chunk(2, dim=1)
-    assert_close("gated", torch.nn.functional.silu(gate.float()) * up.float(), ops.silu_mul(gate, up))
-
-
-ROPE_SHAPES = [  # new, q_heads, kv_heads, dim, starts, bias, norm
-    pytest.param(1, 4, 4, 16, (0, 5, 63), True, False, id="L1-G1-D16-bias"),
-    pytest.param(4, 14, 2, 64, (-1, 20, 64), True, False, id="L4-G7-D64-bias-edges"),
-    pytest.param(2, 6, 3, 80, (17,), False, True, id="L2-G2-D80-norm"),
-    pytest.param(5, 10, 2, 8, (3, 11), False, False, id="L5-G5-D8"),
-]
-
-
-def rope_inputs(new, q_heads, kv_heads, dim, starts, bias, norm, dtype):
-    """Arguments of rope_append, and what a loop over tokens makes of them: queries, keys, values."""
-    generator = torch.Generator().manual_seed(3)
-    batch, heads = len(starts), q_heads + 2 * kv_heads
-    qkv = torch.randn(batch, new, heads, dim, generator=generator).to(dtype)
-    weights = [torch.randn(n, generator=generator).to(dtype) for n in (heads * dim, dim, dim)]
-    bias, q_norm, k_norm = (w if wanted else None for w, wanted in zip(weights, (bias, norm, norm)))
-    angles = torch.arange(70)[:, None] * 0.3 ** torch.arange(dim // 2)
-    cos, sin = (f(torch.cat([angles, angles], -1)).to(dtype) for f in (torch.cos, torch.sin))
-    keys, values = storage(batch, kv_heads, 68, dim, dtype)
-    expected = [x.float().clone() for x in (qkv[:, :, :q_heads], keys, values)]
-    for b, start in enumerate(starts):
-        for i in range(new):
-            for h in range(heads):
-                x = qkv[b, i, h].float() + (0 if bias is None else bias[h * dim : (h + 1) * dim].float())
-                if h < q_heads + kv_heads:
-                    if norm:
-                        weight = (q_norm if h < q_heads else k_norm).float()
-                        x = torch.nn.functional.rms_norm(x, (dim,), weight, 1e-6)
-                    c, s = cos[max(0, start + i)].float(), sin[max(0, start + i)].float()
-                    x = x * c + torch.cat([-x[dim // 2 :], x[: dim // 2]]) * s
-                if h < q_heads:
-                    expected[0][b, i, h] = x
-                elif 0 <= start + i < 68:
-                    which = 1 if h < q_heads + kv_heads else 2
-                    expected[which][b, (h - q_heads) % kv_heads, start + i] = x
-    return [qkv, bias, q_norm, k_norm, 1e-6, cos, sin, torch.tensor(starts), keys, values], expected
-
-
-@pytest.mark.parametrize("new, q_heads, kv_heads, dim, starts, bias, norm", ROPE_SHAPES)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_rope_append(ops, new, q_heads, kv_heads, dim, starts, bias, norm, dtype):
-    args, expected = rope_inputs(new, q_heads, kv_heads, dim, starts, bias, norm, dtype)
-    ops.rope_append(*args)
-    for name, x, y in zip(("q", "keys", "values"), expected, (args[0][:, :, :q_heads], *args[8:])):
-        assert_close(name, x, y)
-
-
-@pytest.mark.parametrize("new, q_heads, kv_heads, dim, starts, bias, norm", ROPE_SHAPES)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("per_head", [False, True])
-def test_rope_sparse_attention(ops, new, q_heads, kv_heads, dim, starts, bias, norm, dtype, per_head):
-    """Rotates and stores as rope_append does, and attends as sparse_attention does to the result; leaves counters 0."""
-    args, (q, keys, values) = rope_inputs(new, q_heads, kv_heads, dim, starts, bias, norm, dtype)
-    indices = torch.full((len(starts), kv_heads if per_head else 1, 11), -1, dtype=torch.int32)
-    for b, start in enumerate(starts):
-        for h in range(indices.shape[1]):
-            picked = torch.randperm(max(start, 0), generator=torch.Generator().manual_seed(b + h))[:7]
-            indices[b, h, 2 : 2 + len(picked)] = picked.int()
-    arrived = torch.zeros(len(starts) * kv_heads, dtype=torch.int32)
-    o = ops.rope_sparse_attention(*args, indices, arrived, dim**-0.5)
-
-    def slots(b, h, i):
-        own = [s for s in range(starts[b], starts[b] + i + 1) if s >= 0]
-        return [s for s in indices[b, h if per_head else 0].tolist() if s >= 0] + own
-
-    expected, _ = literal_attention(q.to(dtype), keys.to(dtype), values.to(dtype), slots, dim**-0.5)
-    assert_close("o", expected, o)
-    assert_close("keys", keys, args[8])
-    assert_close("values", values, args[9])
-    assert not arrived.any()
 
 
 def test_canaries_around_ragged_writes_p43(ops):

@@ -118,7 +118,8 @@ def build(
 
     Args:
         arm: which.
-        target, draft: the models.
+        target: a model.
+        draft: a model.
         caches: theirs, with room for `max(lengths) + new_tokens` tokens.
         lengths: tokens of each row, all in the caches.
         profile: heads to score.

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 STEPS, REPEATS = 20, 5
 NOTES = (
-    "Random weights; caches filled with random keys and values instead of a prefill. 4 target heads of one layer and 12 "
+    "Random weights; caches filled with random keys and values, not by a prefill. 4 target heads of one layer and 12 "
     "draft heads of three are scored. floor_ms: bytes of a step over the copy rate of this run."
 )
 
@@ -47,7 +47,8 @@ def run_decode(
     """Decode with random weights over caches of random keys and values.
 
     Args:
-        target, draft: their shapes.
+        target: its shape.
+        draft: its shape.
         contexts: tokens per row before decoding.
         batches: rows.
         gamma: drafts per step.

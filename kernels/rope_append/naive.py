@@ -29,9 +29,11 @@ def naive_rope_append(
         q_norm: weights of the norm of each query head, shape `[D]`, or None.
         k_norm: the same of each key head.
         eps: of these norms.
-        cos, sin: of every position, shape `[P, D]`, P at least the largest position and 1.
+        cos: of every position, shape `[P, D]`, P at least the largest position and 1.
+        sin: likewise.
         start: tokens before the block in each row, shape `[B]`, int, may be negative.
-        keys, values: the cache, shape `[B, H, T, D]`, changed.
+        keys: the cache, shape `[B, H, T, D]`, changed.
+        values: likewise.
 
     Raises:
         ValueError: if the shapes do not agree.

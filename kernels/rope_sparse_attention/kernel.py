@@ -50,8 +50,8 @@ def _rotated(
 def _rope_sparse_attention_kernel(
     p_qkv, p_bias, p_q_norm, p_k_norm, p_cos, p_sin, p_start, p_keys, p_values, p_indices,
     p_o, p_part_o, p_part_m, p_part_l, p_arrived,
-    s_qb, s_ql, s_kb, s_kh, s_kt, s_vb, s_vh, s_vt, s_ib, s_ih, n_heads, n_slots, n_positions, n_chosen, eps, scale_log2,
-    L: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
+    s_qb, s_ql, s_kb, s_kh, s_kt, s_vb, s_vh, s_vt, s_ib, s_ih, n_heads, n_slots, n_positions, n_chosen, eps,
+    scale_log2, L: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
     BL: tl.constexpr, SPLITS: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     i_b, i_h, i_s = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.program_id(2)

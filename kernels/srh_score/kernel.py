@@ -11,7 +11,7 @@ LOG2E = 1.4426950408889634
 TILE_BYTES = 16384
 TILES = 8
 WARPS = 4
-STAGES = 4
+STAGES = 3
 # Elements of scores that a program holds at once, in the first and in the second kernel.
 HELD = 4096
 COLUMNS = 4096

@@ -17,7 +17,7 @@ GROUPS, DEPTH, MAXIMA_WARPS = 64, 32, 4
 CHUNKS, TILE, CANDIDATES_WARPS = 32, 2048, 4
 SELECT_WARPS = 8
 # Bits of a threshold that each round of a search finds, by counting the keys that reach each of 2 ** BITS values.
-BITS = 3
+BITS = 2
 
 # keys are the bits of scores that are not negative, which order as the scores do
 _PROTECTED = tl.constexpr(0x7F800001)  # above infinity
