@@ -144,7 +144,16 @@ def run_steps(
 
 
 class CapturedSteps:
-    """The steps of one call: two as they are, unless an earlier call has captured them, then replays."""
+    """The steps of one call: replays of what an earlier call has captured, else two as they are and then replays.
+
+    Args:
+        parts: over the forwards to capture.
+        state: rows after prefill.
+        gamma: tokens to draft.
+        recorder: gets the times.
+        pool: of the target.
+        backend: as chosen; `self.backend` says what it came to.
+    """
 
     def __init__(
         self, parts: StepParts, state: DecodeState, gamma: int, recorder: StatsRecorder, pool: Pool, backend: Backend
@@ -153,38 +162,40 @@ class CapturedSteps:
         self.backend = backend
         self.columns = rounded(state.sequences.shape[1])
         self.key = step_key(parts, gamma, self.columns)
-        self.graphs = parts.cache._shared.graphs
         self.graph: StepGraph | None = None
         self.steps = 0
 
     def run(self) -> list[list[float]]:
         """The next step; returns its report, once it is there."""
         self.steps += 1
-        # the first one reads everything; the second compiles the kernels of all the others
-        if self.graph is None and (self.steps > 2 or (self.steps == 2 and self.key in self.graphs)):
-            self._begin()
-        if self.graph is None:
+        graph = self._next()
+        if graph is None:
             return speculative_step(self.parts, self.state, self.gamma, None, self.recorder.clock).tolist()
-        report: list[list[float]] = self.graph.replay().tolist()
-        self.recorder.replayed.update(self.graph.clock.seconds())
+        if graph is not self.graph:
+            graph.load(self.state if self.graph is None else self.graph.state)
+            self.graph = graph
+        report: list[list[float]] = graph.replay().tolist()
+        self.recorder.replayed.update(graph.clock.seconds())
         return report
 
-    def _begin(self) -> None:
-        if not self.backend.whole:
-            return
-        if self.key not in self.graphs:
-            with self.recorder.clock.phase("capture"):
-                try:
-                    graph = StepGraph(self.parts, self.state, self.gamma, self.columns, self.pool)
-                except RuntimeError as error:
-                    logger.warning_once(  # type: ignore[attr-defined]  # transformers adds it
-                        f"a step could not be captured as a CUDA graph and runs op by op: {error}"
-                    )
-                    self.backend = Backend("compiled", f"capture failed: {error}")
-                    return
-            self.graphs[self.key] = graph
-        self.graph = self.graphs[self.key]
-        self.graph.load(self.state)
+    def _next(self) -> StepGraph | None:
+        """The graph of this step; None where it has to run as it is."""
+        captured = self.parts.cache._shared.graphs
+        # by the third step all kernels are compiled: the first one reads everything, the others what they choose
+        if self.key not in captured and self.steps > 2 and self.backend.whole:
+            try:
+                with self.recorder.clock.phase("capture"):
+                    captured[self.key] = [
+                        StepGraph(self.parts, state, self.gamma, self.columns, self.pool)
+                        for state in (replace(self.state, history={}, view=None, started=False), self.state)
+                    ]
+            except RuntimeError as error:
+                logger.warning_once(  # type: ignore[attr-defined]  # transformers adds it
+                    f"a step could not be captured as a CUDA graph and runs op by op: {error}"
+                )
+                self.backend = Backend("compiled", f"capture failed: {error}")
+        first_and_later = captured.get(self.key)
+        return first_and_later and first_and_later[0 if self.steps == 1 else 1]
 
     def store(self) -> None:
         """Put what the replays left where the call looks for it."""

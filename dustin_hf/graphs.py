@@ -23,7 +23,7 @@ class StepGraph:
 
     Args:
         parts: of the call that captures it.
-        state: that call's, two steps old at least, so that all kernels are compiled.
+        state: that call's; all kernels have to be compiled by now.
         gamma: tokens to draft.
         columns: of its sequences, at least those of every call that uses it.
         pool: gives the memory that all graphs of a target share.
@@ -31,11 +31,15 @@ class StepGraph:
 
     def __init__(self, parts: StepParts, state: DecodeState, gamma: int, columns: int, pool: Pool):
         self.state = _copy(state, columns)
+        # what it reads of its state besides the tokens; a first step has none, and leaves some
+        self.started_from = dict(self.state.history)
         # tensors that the captured kernels read
         proposer = parts.proposer
         self.kept_alive: tuple[Any, ...] = (parts.forward, parts.policy, parts.processors, parts.ending)
         if isinstance(proposer, ModelProposer):
-            self.kept_alive += (proposer.forward, proposer.processors, proposer.cache.layers)
+            self.kept_alive += (proposer.forward, proposer.processors)
+            if proposer.cache is not parts.cache:
+                self.kept_alive += (proposer.cache.layers,)
         self.device = state.sequences.device
         self.graph = torch.cuda.CUDAGraph()
         self.clock = Clock(self.device, captured=True)
@@ -47,9 +51,14 @@ class StepGraph:
     def load(self, state: DecodeState) -> None:
         """Start from where a call stands."""
         _assign(self.state, state)
+        for layer, q in self.started_from.items():
+            q.copy_(state.history[layer])
+        if self.state.view is not None and state.view is not None:
+            self.state.view.slots.copy_(state.view.slots)
+            self.state.view.since.copy_(state.view.since)
 
     def store(self, state: DecodeState) -> None:
-        """Tell the call where it stands now."""
+        """Tell the call which tokens there are now."""
         _assign(state, self.state)
 
     def replay(self) -> torch.Tensor:
@@ -157,17 +166,12 @@ def _copy(state: DecodeState, columns: int) -> DecodeState:
 
 
 def _assign(to: DecodeState, state: DecodeState) -> None:
-    """Copy in place; sequences as far as both have columns."""
+    """Copy tokens in place, as far as both have columns."""
     width = min(to.sequences.shape[1], state.sequences.shape[1])
     to.sequences[:, :width].copy_(state.sequences[:, :width])
     to.first.copy_(state.first)
     to.finished.copy_(state.finished)
     to.limit.copy_(state.limit)
-    for layer, q in state.history.items():
-        to.history[layer].copy_(q)
-    if to.view is not None and state.view is not None:
-        to.view.slots.copy_(state.view.slots)
-        to.view.since.copy_(state.view.since)
 
 
 def _described(processors: Any) -> tuple:
