@@ -28,7 +28,6 @@ class _Shared:
     start: torch.Tensor | None = None
     starts: dict[torch.device, torch.Tensor] = field(default_factory=dict)
     # captured steps that point at this storage, by what else they depend on; and how often it was replaced
-    arrived: torch.Tensor | None = None
     graphs: dict[Any, Any] = field(default_factory=dict)
     generation: int = 0
 
@@ -39,7 +38,6 @@ class _Shared:
     def replaced(self) -> None:
         """Note that tensors have given way to others: graphs that point at them are of no use any more."""
         self.graphs.clear()
-        self.arrived = None
         self.generation += 1
 
     def start_on(self, device: torch.device) -> torch.Tensor:
@@ -173,12 +171,6 @@ class DustinCache(Cache):
     @property
     def capacity(self) -> int:
         return self._shared.capacity
-
-    def arrived(self, heads: int, device: torch.device) -> torch.Tensor:
-        """Counters of kernels that split their work, `[B * heads]` int32; zeros whenever no kernel runs."""
-        if self._shared.arrived is None:
-            self._shared.arrived = torch.zeros(len(self.lengths) * heads, dtype=torch.int32, device=device)
-        return self._shared.arrived
 
     @property
     def batch_size(self) -> int:

@@ -145,8 +145,7 @@ class FusedForward:
         block = (qkv, merged.get("bias"), q_norm, k_norm, self.norm_eps, *self.tables[-1])
         start, indices = attention.start_on(qkv.device), attention.indices_of(index, qkv.device)
         if indices is not None and index not in attention.heads:
-            arrived = cache.arrived(self.kv_heads, qkv.device)
-            o = rope_sparse_attention(*block, start, stored.keys, stored.values, indices, arrived, module.scaling)
+            o = rope_sparse_attention(*block, start, stored.keys, stored.values, indices, module.scaling)
         else:
             rope_append(*block, start, stored.keys, stored.values)
             q = qkv[:, :, : self.q_heads].transpose(1, 2)

@@ -1,4 +1,4 @@
-"""The Triton kernels behind full and sparse attention: packed queries, split over slots, merged in one launch."""
+"""The Triton kernels behind full and sparse attention: packed queries, slots split where that pays, then merged."""
 
 import torch
 import triton
@@ -10,6 +10,7 @@ NEVER = tl.constexpr(-1e30)  # a score that is never seen; infinity would make N
 PROGRAMS = 132
 # From here on a few hundred chosen slots are not split: the merge would cost more (measured).
 ENOUGH = 32
+MERGED_ROWS = 8  # of a program of the merge
 
 
 @triton.jit
@@ -50,52 +51,57 @@ def _attend(b_q, b_k, b_v, seen, b_m, b_l, b_o, scale_log2, MASKED: tl.constexpr
 
 
 @triton.jit
-def _finish(p_o, p_lse, p_part_o, p_part_m, p_part_l, p_arrived, i_b, i_h, i_s, n_heads, b_m, b_l, b_o,
+def _finish(p_o, p_lse, p_part_o, p_part_lse, i_b, i_h, i_s, n_heads, b_m, b_l, b_o,
             L: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr,
             SPLITS: tl.constexpr, LSE: tl.constexpr):  # fmt: skip
-    """Store the result; where slots are split, whoever arrives last merges everybody's part."""
+    """Store the result, or where slots are split this part of it, for `merge_kernel`."""
     rows, dims = tl.arange(0, BM), tl.arange(0, BD)
     live = rows < L * G
     wanted = live[:, None] & (dims < D)[None, :]
-    i_bh = i_b * n_heads + i_h
-    last = True
+    empty = b_l == 0.0
+    b_o = b_o / tl.where(empty, 1.0, b_l)[:, None]
+    lse = tl.where(empty, NEVER, b_m + tl.log2(tl.where(empty, 1.0, b_l)))  # of base 2
     if SPLITS > 1:
-        part = (i_bh * SPLITS + i_s) * BM + rows
+        part = ((i_b * n_heads + i_h) * SPLITS + i_s) * BM + rows
         tl.store(p_part_o + part[:, None] * BD + dims[None, :], b_o, mask=wanted)
-        tl.store(p_part_m + part, b_m)
-        tl.store(p_part_l + part, b_l)
-        tl.debug_barrier()
-        last = tl.atomic_add(p_arrived + i_bh, 1, sem="acq_rel") == SPLITS - 1
-        if last:
-            tl.store(p_arrived + i_bh, 0)  # left as it was found
-            b_m = tl.full([BM], NEVER, tl.float32)
-            b_l = tl.zeros([BM], tl.float32)
-            b_o = tl.zeros([BM, BD], tl.float32)
-            for s in range(SPLITS):
-                part = (i_bh * SPLITS + s) * BM + rows
-                o_s = tl.load(
-                    p_part_o + part[:, None] * BD + dims[None, :], mask=wanted, other=0.0, cache_modifier=".cg"
-                )
-                m_s = tl.load(p_part_m + part, cache_modifier=".cg")
-                l_s = tl.load(p_part_l + part, cache_modifier=".cg")
-                b_new = tl.maximum(b_m, m_s)
-                decay, weight = tl.exp2(b_m - b_new), tl.exp2(m_s - b_new)
-                b_o = b_o * decay[:, None] + o_s * weight[:, None]
-                b_l = b_l * decay + l_s * weight
-                b_m = b_new
-    if last:
-        empty = b_l == 0.0
-        b_o = b_o / tl.where(empty, 1.0, b_l)[:, None]
-        lse = tl.where(empty, float("-inf"), (b_m + tl.log2(tl.where(empty, 1.0, b_l))) / 1.4426950408889634)
+        tl.store(p_part_lse + part, lse, mask=live)
+    else:
         row = (i_b * L + rows // G) * (n_heads * G) + i_h * G + rows % G
         tl.store(p_o + row[:, None] * D + dims[None, :], b_o.to(p_o.dtype.element_ty), mask=wanted)
         if LSE:
-            tl.store(p_lse + row, lse, mask=live)
+            tl.store(p_lse + row, tl.where(empty, float("-inf"), lse / 1.4426950408889634), mask=live)
+
+
+@triton.jit
+def merge_kernel(
+    p_part_o, p_part_lse, p_o, p_lse, n_heads,
+    L: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr,
+    SPLITS: tl.constexpr, LSE: tl.constexpr,
+):  # fmt: skip
+    """A few rows of the results, from those of all splits."""
+    i_bh = tl.program_id(0).to(tl.int64)
+    rows, dims, splits = tl.program_id(1) * BR + tl.arange(0, BR), tl.arange(0, BD), tl.arange(0, SPLITS)
+    live = rows < L * G
+    wanted = live[:, None] & (dims < D)[None, :]
+    parts = (i_bh * SPLITS + splits)[:, None] * BM + rows[None, :]
+    b_lse = tl.load(p_part_lse + parts, mask=live[None, :], other=NEVER)
+    high = tl.max(b_lse, 0)
+    total = tl.sum(tl.exp2(b_lse - high[None, :]), 0)
+    b_o = tl.zeros([BR, BD], tl.float32)
+    for i_s in range(SPLITS):
+        part = (i_bh * SPLITS + i_s) * BM + rows
+        weight = tl.exp2(tl.load(p_part_lse + part, mask=live, other=NEVER) - high) / total
+        b_o += weight[:, None] * tl.load(p_part_o + part[:, None] * BD + dims[None, :], mask=wanted, other=0.0)
+    row = (i_bh // n_heads * L + rows // G) * (n_heads * G) + i_bh % n_heads * G + rows % G
+    tl.store(p_o + row[:, None] * D + dims[None, :], b_o.to(p_o.dtype.element_ty), mask=wanted)
+    if LSE:
+        lse = tl.where(high == NEVER, float("-inf"), (high + tl.log2(total)) / 1.4426950408889634)
+        tl.store(p_lse + row, lse, mask=live)
 
 
 @triton.jit
 def full_attention_kernel(
-    p_q, p_k, p_v, p_start, p_o, p_lse, p_part_o, p_part_m, p_part_l, p_arrived,
+    p_q, p_k, p_v, p_start, p_o, p_lse, p_part_o, p_part_lse,
     s_qb, s_ql, s_qh, s_kb, s_kh, s_kt, s_vb, s_vh, s_vt, n_heads, scale_log2,
     L: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
     SPLITS: tl.constexpr, PRECISION: tl.constexpr,
@@ -129,13 +135,13 @@ def full_attention_kernel(
         b_v = _rows_of(v_base, slots, s_vt, there, D, BD, True)
         seen = there[None, :] & (slots[None, :] <= (start + token)[:, None])
         b_m, b_l, b_o = _attend(b_q, b_k, b_v, seen, b_m, b_l, b_o, scale_log2, True, PRECISION)
-    _finish(p_o, p_lse, p_part_o, p_part_m, p_part_l, p_arrived, i_b, i_h, i_s, n_heads, b_m, b_l, b_o,
+    _finish(p_o, p_lse, p_part_o, p_part_lse, i_b, i_h, i_s, n_heads, b_m, b_l, b_o,
             L, G, D, BM, BD, SPLITS, True)  # fmt: skip
 
 
 @triton.jit
 def sparse_attention_kernel(
-    p_q, p_k, p_v, p_indices, p_start, p_o, p_lse, p_part_o, p_part_m, p_part_l, p_arrived,
+    p_q, p_k, p_v, p_indices, p_start, p_o, p_lse, p_part_o, p_part_lse,
     s_qb, s_ql, s_qh, s_kb, s_kh, s_kt, s_vb, s_vh, s_vt, s_ib, s_ih, n_heads, n_chosen, scale_log2,
     L: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
     BL: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr,
@@ -172,8 +178,42 @@ def sparse_attention_kernel(
         b_m, b_l, b_o = _attend(b_q, b_k, b_v, there[None, :], b_m, b_l, b_o, scale_log2, True, PRECISION)
     seen = mine[None, :] & (own[None, :] <= token[:, None])
     b_m, b_l, b_o = _attend(b_q, own_k, own_v, seen, b_m, b_l, b_o, scale_log2, True, PRECISION)
-    _finish(p_o, p_lse, p_part_o, p_part_m, p_part_l, p_arrived, i_b, i_h, i_s, n_heads, b_m, b_l, b_o,
+    _finish(p_o, p_lse, p_part_o, p_part_lse, i_b, i_h, i_s, n_heads, b_m, b_l, b_o,
             L, G, D, BM, BD, SPLITS, True)  # fmt: skip
+
+
+def tile_of(slot_bytes: int) -> int:
+    """Slots of a tile: three tiles of keys and values in flight fit the shared memory of a multiprocessor."""
+    return 128 if slot_bytes <= 256 else 64
+
+
+def sparse_splits(programs: int, tiles: int) -> int:
+    """Parts to split a few hundred chosen slots into, for that many rows times heads."""
+    return 1 if programs > ENOUGH else min(4, triton.next_power_of_2(max(1, tiles)))
+
+
+class Parts:
+    """Where the splits of one launch leave their results, and the launch that merges them.
+
+    Args:
+        like: decides the device.
+        shape: `(B, H, SPLITS, BM, BD)` of the launch.
+    """
+
+    def __init__(self, like: torch.Tensor, shape: tuple[int, int, int, int, int]):
+        self.batch, self.heads, self.splits, rows, padded = shape
+        size = self.batch * self.heads * self.splits * rows if self.splits > 1 else 0
+        self.o = torch.empty(size * padded, dtype=torch.float32, device=like.device)
+        self.lse = torch.empty(size, dtype=torch.float32, device=like.device)
+
+    def merge(self, o: torch.Tensor, lse: torch.Tensor | None, sizes: dict[str, int]) -> None:
+        """Fill `o` and, where it is wanted, `lse`; nothing to do where nothing was split."""
+        if self.splits > 1:
+            wanted = "L", "G", "D", "BM", "BD", "SPLITS"
+            merge_kernel[(self.batch * self.heads, triton.cdiv(sizes["L"] * sizes["G"], MERGED_ROWS))](
+                self.o, self.lse, o, o if lse is None else lse, self.heads,
+                **{name: sizes[name] for name in wanted}, BR=MERGED_ROWS, LSE=lse is not None, num_warps=2,
+            )  # fmt: skip
 
 
 def split_attention(
@@ -192,35 +232,31 @@ def split_attention(
     batch, new, q_heads, dim = q.shape
     heads, slots = k.shape[1], k.shape[2]
     group = q_heads // heads
-    chosen = 0 if indices is None else indices.shape[2]
-    rows = max(16, triton.next_power_of_2(new * group))
-    padded = max(16, triton.next_power_of_2(dim))
+    rows, padded = max(16, triton.next_power_of_2(new * group)), max(16, triton.next_power_of_2(dim))
     slot_bytes = padded * k.element_size()
-    tile = 128 if slot_bytes <= 256 else 64
-    programs = PROGRAMS if slot_bytes > 128 else 2 * PROGRAMS
-    wanted = 1 if indices is not None and batch * heads > ENOUGH else max(1, programs // (batch * heads))
-    most = max(1, triton.cdiv(chosen if indices is not None else slots, tile))
-    splits = min(triton.next_power_of_2(wanted), triton.next_power_of_2(most), 64)
+    tile = tile_of(slot_bytes)
+    if indices is None:
+        programs = PROGRAMS if slot_bytes > 128 else 2 * PROGRAMS
+        splits = triton.next_power_of_2(max(1, programs // (batch * heads)))
+        splits = min(splits, triton.next_power_of_2(triton.cdiv(slots, tile)), 64)
+    else:
+        splits = sparse_splits(batch * heads, triton.cdiv(indices.shape[2], tile))
     o = torch.empty(batch, new, q_heads, dim, dtype=q.dtype, device=q.device)
     lse = torch.empty(batch, new, q_heads, dtype=torch.float32, device=q.device)
-    parts = batch * heads * splits * rows if splits > 1 else 0
-    part_o = torch.empty(parts * padded, dtype=torch.float32, device=q.device)
-    part_m, part_l = torch.empty(2, parts, dtype=torch.float32, device=q.device)
-    arrived = torch.zeros(batch * heads if splits > 1 else 0, dtype=torch.int32, device=q.device)
-    outputs = (o, lse, part_o, part_m, part_l, arrived)
+    parts = Parts(q, (batch, heads, splits, rows, padded))
+    outputs = (o, lse, parts.o, parts.lse)
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
-    shared = {
-        "L": new, "G": group, "D": dim, "BM": rows, "BN": tile, "BD": padded, "SPLITS": splits,
-        "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32", "num_warps": 4, "num_stages": 3,
-    }  # fmt: skip
+    sizes = {"L": new, "G": group, "D": dim, "BM": rows, "BN": tile, "BD": padded, "SPLITS": splits}
+    options = {"PRECISION": "ieee" if q.dtype == torch.float32 else "tf32", "num_warps": 4, "num_stages": 3}
     grid = (batch, heads, splits)
     with torch.cuda.device_of(q):  # a launch goes to the current device, whatever its tensors are on
         if indices is None:
-            full_attention_kernel[grid](q, k, v, start, *outputs, *strides, heads, scale * LOG2E, **shared)
+            full_attention_kernel[grid](q, k, v, start, *outputs, *strides, heads, scale * LOG2E, **sizes, **options)
         else:
             per_head = indices.stride(1) if indices.shape[1] > 1 else 0
             sparse_attention_kernel[grid](
-                q, k, v, indices, start, *outputs, *strides, indices.stride(0), per_head, heads, chosen,
-                scale * LOG2E, BL=max(16, triton.next_power_of_2(new)), **shared,
+                q, k, v, indices, start, *outputs, *strides, indices.stride(0), per_head, heads, indices.shape[2],
+                scale * LOG2E, BL=max(16, triton.next_power_of_2(new)), **sizes, **options,
             )  # fmt: skip
+        parts.merge(o, lse, sizes)
     return o, lse

@@ -60,9 +60,8 @@ def test_beyond_2_31_elements_p48():
 
     identity = torch.ones(8, dim, dtype=torch.bfloat16, device="cuda")  # cos 1, sin 0: no rotation
     qkv = torch.cat([q, *(x.transpose(1, 2) for x in block)], dim=2)
-    arrived = torch.zeros(batch * heads, dtype=torch.int32, device="cuda")
     rope = (qkv, None, None, None, 1e-6, identity, 0 * identity, start, keys, values)
-    o = rope_sparse_attention(*rope, indices, arrived, scale)
+    o = rope_sparse_attention(*rope, indices, scale)
     assert_close("fused", attention(q[-1], keys[-1], values[-1], torch.cat([slots, everything[-new:]]), scale), o[-1])
 
 

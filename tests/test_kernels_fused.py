@@ -68,15 +68,14 @@ def test_rope_append(ops, new, q_heads, kv_heads, dim, starts, bias, norm, dtype
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("per_head", [False, True])
 def test_rope_sparse_attention(ops, new, q_heads, kv_heads, dim, starts, bias, norm, dtype, per_head):
-    """Rotates and stores as rope_append does, and attends as sparse_attention does to the result; leaves counters 0."""
+    """Rotates and stores as rope_append does, and attends as sparse_attention does to the result."""
     args, (q, keys, values) = rope_inputs(new, q_heads, kv_heads, dim, starts, bias, norm, dtype)
     indices = torch.full((len(starts), kv_heads if per_head else 1, 11), -1, dtype=torch.int32)
     for b, start in enumerate(starts):
         for h in range(indices.shape[1]):
             picked = torch.randperm(max(start, 0), generator=torch.Generator().manual_seed(b + h))[:7]
             indices[b, h, 2 : 2 + len(picked)] = picked.int()
-    arrived = torch.zeros(len(starts) * kv_heads, dtype=torch.int32)
-    o = ops.rope_sparse_attention(*args, indices, arrived, dim**-0.5)
+    o = ops.rope_sparse_attention(*args, indices, dim**-0.5)
 
     def slots(b, h, i):
         own = [s for s in range(starts[b], starts[b] + i + 1) if s >= 0]
@@ -86,4 +85,3 @@ def test_rope_sparse_attention(ops, new, q_heads, kv_heads, dim, starts, bias, n
     assert_close("o", expected, o)
     assert_close("keys", keys, args[8])
     assert_close("values", values, args[9])
-    assert not arrived.any()

@@ -19,11 +19,10 @@ def rope_sparse_attention(
     keys: torch.Tensor,
     values: torch.Tensor,
     indices: torch.Tensor,
-    arrived: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
     """The Triton kernel on CUDA, else its twin; arguments and result as of `naive_rope_sparse_attention`."""
-    args = (qkv, bias, q_norm, k_norm, eps, cos, sin, start, keys, values, indices, arrived, scale)
+    args = (qkv, bias, q_norm, k_norm, eps, cos, sin, start, keys, values, indices, scale)
     if runs_triton(qkv, keys):
         from .kernel import rope_sparse_attention_op
 

@@ -6,11 +6,7 @@ import triton.language as tl
 
 from dustin_hf.kernels.naive_attention import check_indices
 from dustin_hf.kernels.rope_append.naive import check_rope_append
-from dustin_hf.kernels.split_attention import ENOUGH, LOG2E, NEVER, _attend, _finish, _rows_of
-
-TILE_BYTES = 256  # of a slot, up to which a tile has 128 slots
-WARPS = 4
-STAGES = 3
+from dustin_hf.kernels.split_attention import LOG2E, NEVER, Parts, _attend, _finish, _rows_of, sparse_splits, tile_of
 
 
 @triton.jit
@@ -49,7 +45,7 @@ def _rotated(
 @triton.jit
 def _rope_sparse_attention_kernel(
     p_qkv, p_bias, p_q_norm, p_k_norm, p_cos, p_sin, p_start, p_keys, p_values, p_indices,
-    p_o, p_part_o, p_part_m, p_part_l, p_arrived,
+    p_o, p_part_o, p_part_lse,
     s_qb, s_ql, s_kb, s_kh, s_kt, s_vb, s_vh, s_vt, s_ib, s_ih, n_heads, n_slots, n_positions, n_chosen, eps,
     scale_log2, L: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
     BL: tl.constexpr, SPLITS: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, PRECISION: tl.constexpr,
@@ -100,7 +96,7 @@ def _rope_sparse_attention_kernel(
     tl.store(v_base + own_slots[:, None] * s_vt + dims[None, :], own_v, mask=stored)
     seen = (given & (own_slots >= 0))[None, :] & (own[None, :] <= token[:, None])
     b_m, b_l, b_o = _attend(b_q, own_k, own_v, seen, b_m, b_l, b_o, scale_log2, True, PRECISION)
-    _finish(p_o, p_o, p_part_o, p_part_m, p_part_l, p_arrived, i_b, i_h, i_s, n_heads, b_m, b_l, b_o,
+    _finish(p_o, p_o, p_part_o, p_part_lse, i_b, i_h, i_s, n_heads, b_m, b_l, b_o,
             L, G, D, BM, BD, SPLITS, False)  # fmt: skip
 
 
@@ -116,9 +112,7 @@ def triton_rope_sparse_attention(
     keys: torch.Tensor,
     values: torch.Tensor,
     indices: torch.Tensor,
-    arrived: torch.Tensor,
     scale: float,
-    splits: int | None = None,
 ) -> torch.Tensor:
     """As `naive_rope_sparse_attention`; the last two dimensions of `qkv` and the last of the others are contiguous."""
     check_rope_append(qkv, bias, cos, sin, start, keys, values)
@@ -127,55 +121,30 @@ def triton_rope_sparse_attention(
     heads, chosen = keys.shape[1], indices.shape[2]
     group = all_heads // heads - 2
     rows, padded = max(16, triton.next_power_of_2(new * group)), max(16, triton.next_power_of_2(dim))
-    tile = 128 if padded * keys.element_size() <= TILE_BYTES else 64
-    if splits is None:
-        # a merge pays only where rows and heads leave most of a large GPU idle
-        splits = 1 if batch * heads > ENOUGH else min(4, triton.next_power_of_2(max(1, triton.cdiv(chosen, tile))))
-    if arrived.shape != (batch * heads,):
-        raise ValueError(f"arrived must be [B * H] = [{batch * heads}], got {tuple(arrived.shape)}")
+    tile = tile_of(padded * keys.element_size())
+    splits = sparse_splits(batch * heads, triton.cdiv(chosen, tile))
     o = torch.empty(batch, new, all_heads - 2 * heads, dim, dtype=qkv.dtype, device=qkv.device)
-    parts = batch * heads * splits * rows if splits > 1 else 0
-    part_o = torch.empty(parts * padded, dtype=torch.float32, device=qkv.device)
-    part_m, part_l = torch.empty(2, parts, dtype=torch.float32, device=qkv.device)
+    parts = Parts(qkv, (batch, heads, splits, rows, padded))
+    sizes = {"L": new, "G": group, "D": dim, "BM": rows, "BN": tile, "BD": padded, "SPLITS": splits}
     with torch.cuda.device_of(qkv):
         _rope_sparse_attention_kernel[(batch, heads, splits)](
             qkv, qkv if bias is None else bias, qkv if q_norm is None else q_norm, qkv if k_norm is None else k_norm,
-            cos, sin, start, keys, values, indices, o, part_o, part_m, part_l, arrived,
+            cos, sin, start, keys, values, indices, o, parts.o, parts.lse,
             qkv.stride(0), qkv.stride(1), *keys.stride()[:3], *values.stride()[:3],
             indices.stride(0), indices.stride(1) if indices.shape[1] > 1 else 0,
             heads, keys.shape[2], len(cos), chosen, eps, scale * LOG2E,
-            L=new, G=group, D=dim, BM=rows, BN=tile, BD=padded, BL=max(16, triton.next_power_of_2(new)),
-            SPLITS=splits, BIAS=bias is not None, NORM=q_norm is not None,
-            PRECISION="ieee" if qkv.dtype == torch.float32 else "tf32", num_warps=WARPS, num_stages=STAGES,
+            **sizes, BL=max(16, triton.next_power_of_2(new)), BIAS=bias is not None, NORM=q_norm is not None,
+            PRECISION="ieee" if qkv.dtype == torch.float32 else "tf32", num_warps=4, num_stages=3,
         )  # fmt: skip
+        parts.merge(o, None, sizes)
     return o
 
 
-def _op(
-    qkv: torch.Tensor,
-    bias: torch.Tensor | None,
-    q_norm: torch.Tensor | None,
-    k_norm: torch.Tensor | None,
-    eps: float,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    start: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    indices: torch.Tensor,
-    arrived: torch.Tensor,
-    scale: float,
-) -> torch.Tensor:
-    return triton_rope_sparse_attention(
-        qkv, bias, q_norm, k_norm, eps, cos, sin, start, keys, values, indices, arrived, scale
-    )
-
-
 rope_sparse_attention_op = torch.library.custom_op(
-    "dustin_hf::rope_sparse_attention", _op, mutates_args=("keys", "values", "arrived")
+    "dustin_hf::rope_sparse_attention", triton_rope_sparse_attention, mutates_args=("keys", "values")
 )
 
 
 @rope_sparse_attention_op.register_fake
-def _(qkv, bias, q_norm, k_norm, eps, cos, sin, start, keys, values, indices, arrived, scale):
+def _(qkv, bias, q_norm, k_norm, eps, cos, sin, start, keys, values, indices, scale):
     return qkv.new_empty(*qkv.shape[:2], qkv.shape[2] - 2 * keys.shape[1], qkv.shape[3])

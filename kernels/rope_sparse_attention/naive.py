@@ -18,7 +18,6 @@ def naive_rope_sparse_attention(
     keys: torch.Tensor,
     values: torch.Tensor,
     indices: torch.Tensor,
-    arrived: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
     """`naive_rope_append` of a block, then `naive_sparse_attention` of its queries. Source: ours.
@@ -35,7 +34,6 @@ def naive_rope_sparse_attention(
         keys: the cache, shape `[B, H, T, D]`, changed.
         values: likewise.
         indices: chosen slots of shape `[B, 1 or H, K]`, int32, each below `start[b]`, none twice; -1 is unused.
-        arrived: zeros of shape `[B * H]`, int32, for the kernel, which leaves zeros.
         scale: factor of the scores, usually `D ** -0.5`.
 
     Returns:
