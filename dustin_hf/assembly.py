@@ -199,6 +199,7 @@ def assemble(
             generation_config,
             logits_processor,
             target_config.vocab_size,
+            gamma,
         ),
         policy=policy,
         processors=logits_processor,
@@ -227,6 +228,7 @@ def _proposer(
     generation_config: "GenerationConfig",
     processors: "LogitsProcessorList",
     vocab_size: int,
+    gamma: int,
 ) -> Proposer:
     """Prompt lookup without a draft; else the draft, over `draft_cache` or, without one, the target's `cache`."""
     do_sample = generation_config.do_sample
@@ -236,7 +238,7 @@ def _proposer(
     shared = draft_cache is None
     kind = config.draft_cache
     if kind == "auto":
-        kind = "streaming" if shared else "full"
+        kind = "streaming" if shared else "sparse" if heads else "full"
     return ModelProposer(
         StockForward(draft),
         cache if draft_cache is None else draft_cache,
@@ -250,6 +252,7 @@ def _proposer(
         sinks=config.sinks,
         window=config.window,
         size=config.budget,
+        gamma=gamma,
     )
 
 

@@ -124,6 +124,7 @@ class ModelProposer(Proposer):
             all; `"sparse"`, the `size` tokens that the draft's last scores chose and all that came after (ours).
         sinks, window: protected tokens of a choice.
         size: slots of a choice.
+        gamma: most tokens drafted in a step.
     """
 
     def __init__(
@@ -141,6 +142,7 @@ class ModelProposer(Proposer):
         sinks: int,
         window: int,
         size: int,
+        gamma: int,
     ):
         self.forward: Forward = forward
         self.model: PreTrainedModel = forward.model
@@ -150,6 +152,7 @@ class ModelProposer(Proposer):
         self.own_vocab_size = self.model.config.get_text_config(decoder=True).vocab_size
         self.processors, self.do_sample = processors, do_sample
         self.limit, self.kind, self.sinks, self.window, self.size = limit, kind, sinks, window, size
+        self.gamma = gamma
 
     def propose(
         self,
@@ -168,7 +171,7 @@ class ModelProposer(Proposer):
         probs: list[torch.Tensor] = []
         blocks: list[Queries] = []
         for i in range(gamma):
-            attention = BlockAttention(start, self._selection(start, gamma, view), self.heads)
+            attention = BlockAttention(start, self._selection(start, view), self.heads)
             logits = self.forward(self.cache, self.embeddable(ids), attention, logits_to_keep=1)
             blocks.append({layer: q[:, -1:] for layer, q in attention.queries.items()})
             here = None if columns is None else [column + i for column in columns]
@@ -192,13 +195,13 @@ class ModelProposer(Proposer):
         slots = topk_select(scores, scores, lengths, no_quota, self.sinks, self.window, self.size)
         return DraftView(slots, lengths.clone())
 
-    def _selection(self, start: torch.Tensor, gamma: int, view: DraftView | None) -> Selection:
+    def _selection(self, start: torch.Tensor, view: DraftView | None) -> Selection:
         if self.kind == "streaming":
             return Selection(streaming_slots(start, self.sinks, self.size))
         if self.kind == "full" or view is None:
             return Selection()
         # behind the choice lie a block that was accepted whole, and the drafts of this step
-        recent = recent_slots(start, view.since, 2 * gamma)
+        recent = recent_slots(start, view.since, 2 * self.gamma)
         return Selection(torch.cat([view.slots, recent], dim=1)[None, :, None])
 
     def commit(self, before: torch.Tensor, after: torch.Tensor, gamma: int) -> None:

@@ -21,12 +21,15 @@ class Reference:
     target_heads: dict
     draft_heads: dict
     gamma: int
+    sparse: bool = False  # whether the draft attends to its own choice of the step before, and to what came after it
     sets: list = field(default_factory=list)  # the selected positions of each step, None for the dense first one
 
     def generate(self, prompt, new):
         shared = self.draft is self.target
         text = list(prompt)
         rows = [set(range(i + 1)) for i in range(len(prompt))]  # the mask: what each position attends to
+        self.draft_rows = [set(range(i + 1)) for i in range(len(prompt) - 1)]
+        self.view = None  # the draft's choice, and how many tokens there were then
         history = None  # position and mask row of the last token the target has processed
         end = len(prompt) + new
         while len(text) < end:
@@ -35,18 +38,20 @@ class Reference:
             drafts = []
             for i in range(gamma):
                 drafts.append(self.next_draft(text + drafts, rows, committed, i, shared))
+            s_draft = [0.0] * committed
+            if gamma and (history is not None or self.sparse):
+                masks = self.draft_masks(rows, committed, gamma, shared)
+                for i in range(gamma):
+                    a = self.attention(
+                        self.draft, text + drafts[:-1], masks, self.draft_heads, committed + i, committed
+                    )
+                    s_draft = [x + y for x, y in zip(s_draft, a)]
+                self.draft_rows = masks
+                self.view = set(self.choose(s_draft, s_draft, committed, 0)), committed
             if history is None:
                 chosen = None
                 seen = set(range(committed))
             else:
-                s_draft = [0.0] * committed
-                if gamma:
-                    masks = self.draft_masks(rows, committed, gamma, shared)
-                    for i in range(gamma):
-                        a = self.attention(
-                            self.draft, text + drafts[:-1], masks, self.draft_heads, committed + i, committed
-                        )
-                        s_draft = [x + y for x, y in zip(s_draft, a)]
                 s_target = self.attention(self.target, text[:-1], rows, self.target_heads, history, committed)
                 chosen = self.choose(s_draft, s_target, committed, self.m if gamma else 0)
                 seen = set(chosen)
@@ -64,6 +69,12 @@ class Reference:
 
     def draft_masks(self, rows, committed, count, shared):
         """Mask rows of the draft's forward over the committed tokens and `count` block inputs."""
+        if self.sparse:
+            # an own cache computes the last committed token again, under the new choice
+            first = committed if shared else max(0, committed - 1)
+            slots, since = self.view or (set(), 0)
+            own = [slots | set(range(since, position + 1)) for position in range(first, committed + count)]
+            return (rows if shared else self.draft_rows)[:first] + own
         if not shared:
             return [set(range(i + 1)) for i in range(committed + count)]
         own = []

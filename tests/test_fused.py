@@ -91,9 +91,9 @@ def test_sparse_drafts_change_no_text_at_full_budget(pair, kind):
     seen = []
     choose = ModelProposer._selection
 
-    def small(self, start, gamma, view):
+    def small(self, start, view):
         self.kind, self.size, self.sinks, self.window = "sparse", 12, 1, 2
-        selection = choose(self, start, gamma, view)
+        selection = choose(self, start, view)
         seen.append(None if selection.indices is None else selection.indices.shape[-1])
         return selection
 

@@ -72,8 +72,9 @@ def calls(draw):
     if kind == "lookup":
         options["prompt_lookup_num_tokens"] = options["gamma"]
     budget = draw(st.sampled_from([100_000, 100_000, 21, 30]))
-    config = {"draft_cache": draw(st.sampled_from(["auto", "full", "streaming"]))}
-    config["mode"] = draw(st.sampled_from(["hybrid", "target", "draft", "full"]))
+    config = {"draft_cache": draw(st.sampled_from(["auto", "full", "streaming", "sparse"]))}
+    scored = ["hybrid", "draft"]
+    config["mode"] = draw(st.sampled_from(scored if config["draft_cache"] == "sparse" else [*scored, "target", "full"]))
     exact = (budget == 100_000 or config["mode"] == "full") and sampling.get("top_k") != 7
     return kind, prompts, budget, config, {**options, **sampling}, exact
 

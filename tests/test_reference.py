@@ -26,13 +26,14 @@ def selected(monkeypatch):
     return seen
 
 
-def run_both(target, draft, prompt, *, budget, mode, gamma, new, selected, sinks=2, window=3):
-    config = {"mode": mode, "sinks": sinks, "window": window}
+def run_both(target, draft, prompt, *, budget, mode, gamma, new, selected, sinks=2, window=3, draft_cache="full"):
+    config = {"mode": mode, "sinks": sinks, "window": window, "draft_cache": draft_cache}
     rows, out = dustin(
         target, draft, [prompt], budget=budget, gamma=gamma, new=new, config=config, profile=PROFILE, eos_token_id=None
     )
     m = {"hybrid": round(0.5 * budget), "target": 0, "draft": budget}[mode]
-    reference = Reference(target, draft, budget, sinks, window, m, PROFILE.target_heads, PROFILE.draft_heads, gamma)
+    chosen = PROFILE.target_heads, PROFILE.draft_heads
+    reference = Reference(target, draft, budget, sinks, window, m, *chosen, gamma, draft_cache == "sparse")
     expected = reference.generate(prompt, new)
     assert rows[0] == expected
     assert [row for step in selected for row in step] == [s for s in reference.sets if s is not None]
@@ -44,16 +45,28 @@ def run_both(target, draft, prompt, *, budget, mode, gamma, new, selected, sinks
 @pytest.mark.parametrize("mode", ["hybrid", "target", "draft"])
 def test_engine_equals_literal_reference(pair, kind, mode, selected):
     prompt = random_prompts([41], seed=5)[0]
-    out = run_both(pair.target, pair.drafts[kind], prompt, budget=12, mode=mode, gamma=3, new=14, selected=selected)
+    options = {"budget": 12, "mode": mode, "gamma": 3, "new": 14, "draft_cache": "auto" if kind == "self" else "full"}
+    out = run_both(pair.target, pair.drafts[kind], prompt, selected=selected, **options)
     assert out.stats.kv_read_share < 1
+
+
+@pytest.mark.parametrize("kind", ["S", "D", "M", "self"])
+@pytest.mark.parametrize("mode", ["hybrid", "draft"])
+@pytest.mark.parametrize("gamma", [1, 3, 6])
+def test_sparse_drafts(pair, kind, mode, gamma, selected):
+    prompt = random_prompts([41], seed=6)[0]
+    options = {"budget": 12, "mode": mode, "gamma": gamma, "new": 20, "draft_cache": "sparse"}
+    run_both(pair.target, pair.drafts[kind], prompt, selected=selected, **options)
 
 
 @pytest.mark.parametrize("length", [1, 2, 4, 5, 6, 11, 12, 13, 60])
 @pytest.mark.parametrize("gamma", [1, 4, 7])
-def test_short_prompts(pair, length, gamma, selected):
+@pytest.mark.parametrize("draft_cache", ["full", "sparse"])
+def test_short_prompts(pair, length, gamma, draft_cache, selected):
     """P-38, P-39: shorter than sinks + window, than the budget, one token; and around the budget."""
     prompt = random_prompts([length], seed=length)[0]
-    run_both(pair.target, pair.M, prompt, budget=12, mode="hybrid", gamma=gamma, new=12, selected=selected)
+    options = {"budget": 12, "mode": "hybrid", "gamma": gamma, "new": 12, "draft_cache": draft_cache}
+    run_both(pair.target, pair.M, prompt, selected=selected, **options)
 
 
 @pytest.mark.parametrize("group", [(4, 4), (4, 2), (6, 1), (14, 2)])

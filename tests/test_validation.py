@@ -58,6 +58,15 @@ CALLS = {
     "negative sinks": ({"cache_config": {"sinks": -1}}, "`sinks` must be a non-negative integer, got -1"),
     "share": ({"cache_config": {"draft_share": 1.5}}, "`draft_share` must be between 0 and 1, got 1.5"),
     "mode": ({"cache_config": {"mode": "best"}}, r"`mode` must be one of .*'hybrid'.*got 'best'"),
+    "backend": ({"cache_config": {"backend": "fast"}}, "`backend` must be one of"),
+    "graph": (
+        {"cache_config": {"backend": "graph"}},
+        "`backend='graph'` cannot be had here: not all weights are on CUDA",
+    ),
+    "sparse drafts": (
+        {"cache_config": {"draft_cache": "sparse", "mode": "target"}},
+        "`draft_cache='sparse'` follows the draft's scores, which mode 'target' does not make",
+    ),
     "draft cache": ({"cache_config": {"draft_cache": "none"}}, "`draft_cache` must be one of"),
     "gamma": ({"num_assistant_tokens": 0}, "`num_assistant_tokens` must be a positive integer, got 0"),
     "gamma as option": ({"cache_config": {"num_assistant_tokens": 2.5}}, "positive integer, got 2.5"),

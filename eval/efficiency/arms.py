@@ -158,6 +158,7 @@ def build(
             sinks=SINKS,
             window=WINDOW,
             size=budget,
+            gamma=gamma,
         )
     else:
         gamma = 0

@@ -1,0 +1,1 @@
+"""Offline profiling of a target-draft pair: which heads retrieve, and which layers and split to use."""

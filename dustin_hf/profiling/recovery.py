@@ -1,0 +1,200 @@
+"""Attention recovery rates (paper equations 1 to 4) of sets of slots, and the sets that policies choose."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from dustin_hf.drafting import streaming_slots
+from dustin_hf.kernels.topk_select import topk_select
+
+if TYPE_CHECKING:
+    from dustin_hf.profiling.traces import Candidate, TraceSettings
+
+# Means of attention are stored in float16 times this: 11 bits of precision from 1.5e-8 on, far below 1 / context.
+SCALE = 4096.0
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """The recorded windows of one text: `W` of them over `T` positions; one that starts early is zero at its end.
+
+    Args:
+        settings: of the recording.
+        tensors: as stored (`traces.trace_sample`).
+    """
+
+    settings: "TraceSettings"
+    tensors: dict[str, torch.Tensor]
+
+    @property
+    def lengths(self) -> torch.Tensor:
+        """Committed tokens before each window, `[W]`."""
+        return self.tensors["lengths"]
+
+    @property
+    def new_mass(self) -> torch.Tensor:
+        """Attention of each target layer on the window's own tokens, mean over heads and queries, `[W, layers]`."""
+        return self.tensors["new_mass"]
+
+    def truth(self) -> torch.Tensor:
+        """A-bar of paper equation 3 on committed positions, mean over the heads of a layer, `[W, layers, T]`."""
+        return self.tensors["truth"].float() / SCALE
+
+    def history(self, candidates: Iterable[int], delta: int = 1) -> torch.Tensor:
+        """S_target of paper equation 5 by the query `delta` tokens before each window's start, `[W, T]`."""
+        stored = self.tensors["history"][self.settings.deltas.index(delta)]
+        return _summed(stored, candidates, self.settings.target, 1)
+
+    def lookahead(self, candidates: Iterable[int]) -> torch.Tensor:
+        """S_draft of paper equation 5, `[W, T]`."""
+        return _summed(self.tensors["lookahead"], candidates, self.settings.draft, self.settings.window)
+
+
+def _summed(
+    stored: torch.Tensor, chosen: Iterable[int], candidates: tuple["Candidate", ...], queries: int
+) -> torch.Tensor:
+    total = torch.zeros(stored.shape[0], stored.shape[2], device=stored.device)
+    for i in chosen:  # stored are means over heads and queries
+        total += stored[:, i].float() * (len(candidates[i][1]) * queries / SCALE)
+    return total
+
+
+def windowed_arr(
+    truth: torch.Tensor, new_mass: torch.Tensor, slots: torch.Tensor, include_new: bool = True
+) -> torch.Tensor:
+    """Windowed attention recovery rate of each layer (paper equations 1 and 2).
+
+    Equation 2 averages equation 1 over a window; both are linear in the attention, so the mean over the window's
+    queries (and over heads) may be taken first, which is what traces hold. Equation 1 does not say whether the
+    window's own tokens, which verification always sees, belong to the valid positions. Both readings:
+
+    - `include_new`: they do, and are always chosen: the share of all attention that verification sees.
+    - otherwise they are left out of both sides: the share of the attention on committed tokens that is kept. (Of the
+      means, so that a query that hardly looks at the committed tokens counts for little.)
+
+    Args:
+        truth: A-bar on committed positions, `[W, layers, T]`; each layer sums up to `1 - new_mass`.
+        new_mass: attention on the window's own tokens, `[W, layers]`.
+        slots: chosen positions, protected ones among them, -1 for unused places: `[W, k]`, one set for all layers, or
+            `[W, layers, k]`.
+        include_new: see above.
+
+    Returns:
+        `[W, layers]` float32.
+    """
+    if slots.ndim == 2:
+        slots = slots[:, None].expand(-1, truth.shape[1], -1)
+    kept = truth.gather(2, slots.clamp(min=0).long()).masked_fill(slots < 0, 0).sum(2)
+    if include_new:
+        return kept + new_mass
+    return kept / (1 - new_mass).clamp(min=torch.finfo(torch.float32).tiny)
+
+
+def hybrid_set(
+    history: torch.Tensor, lookahead: torch.Tensor, lengths: torch.Tensor, k: int, m: int, sinks: int, window: int
+) -> torch.Tensor:
+    """Sinks, window, top m by lookahead, the rest by history (paper equation 6), by the operator that runs online.
+
+    Args:
+        history: S_target of paper equation 5, `[W, T]`, not negative.
+        lookahead: S_draft of it, `[W, T]`, not negative.
+        lengths: committed tokens, `[W]`.
+        k: slots in all.
+        m: slots by lookahead; what goes beyond `k - sinks - window` has no effect.
+        sinks: protected tokens at the start.
+        window: protected tokens at the end.
+
+    Returns:
+        `[W, k]` int32, ascending, -1 for unused places.
+    """
+    quota = torch.full_like(lengths, m)
+    return topk_select(lookahead.contiguous(), history.contiguous(), lengths, quota, sinks, window, k)
+
+
+def history_set(history: torch.Tensor, lengths: torch.Tensor, k: int, sinks: int, window: int) -> torch.Tensor:
+    """`hybrid_set` by history alone (Dustin-T; paper section 3.2)."""
+    return hybrid_set(history, history, lengths, k, 0, sinks, window)
+
+
+def lookahead_set(lookahead: torch.Tensor, lengths: torch.Tensor, k: int, sinks: int, window: int) -> torch.Tensor:
+    """`hybrid_set` by lookahead alone (Dustin-D; paper section 3.3)."""
+    return hybrid_set(lookahead, lookahead, lengths, k, k, sinks, window)
+
+
+def streaming_set(lengths: torch.Tensor, k: int, sinks: int) -> torch.Tensor:
+    """The first `sinks` and the most recent `k - sinks` tokens (StreamingLLM; paper appendix C.3), `[W, k]` int32."""
+    return streaming_slots(lengths, sinks, k)[0, :, 0]
+
+
+def oracle_set(
+    truth: torch.Tensor, lengths: torch.Tensor, k: int, *, per_layer: bool = False, sinks: int = 0, window: int = 0
+) -> torch.Tensor:
+    """The SD oracle (paper equation 3): the k slots with the most attention of the window to come.
+
+    Args:
+        truth: A-bar, `[W, layers, T]`.
+        lengths: committed tokens, `[W]`.
+        k: slots in all.
+        per_layer: a set for each layer, else the best one for all: by the mean over layers.
+        sinks: protected tokens at the start. The paper's oracle has none, so that it bounds every policy.
+        window: protected tokens at the end.
+
+    Returns:
+        `[W, k]` or `[W, layers, k]` int32, -1 for unused places.
+    """
+    if not per_layer:
+        return history_set(truth.mean(1), lengths, k, sinks, window)
+    windows, layers, positions = truth.shape
+    flat = truth.reshape(windows * layers, positions)
+    return history_set(flat, lengths.repeat_interleave(layers), k, sinks, window).view(windows, layers, k)
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """One sample, `W` windows: truth `[W, T]` and new mass `[W]`, means over layers."""
+
+    sample: Sample
+    truth: torch.Tensor
+    new_mass: torch.Tensor
+    sinks: int
+    window: int
+
+    def arr(self, history: torch.Tensor, lookahead: torch.Tensor, k: int, m: int) -> float:
+        """ARR of one hybrid set."""
+        slots = hybrid_set(history, lookahead, self.sample.lengths, k, m, self.sinks, self.window)
+        kept = self.truth.gather(1, slots.clamp(min=0).long()).masked_fill(slots < 0, 0).sum(1)
+        return float((kept + self.new_mass).double().mean())
+
+    def mean_arr(self, history: torch.Tensor, lookahead: torch.Tensor, splits: Sequence[tuple[int, int]]) -> float:
+        """Mean over pairs of k and m."""
+        return sum(self.arr(history, lookahead, k, m) for k, m in splits) / len(splits)
+
+
+class Objective:
+    """ARR of hybrid sets over samples (paper equation 2): mean over layers, windows, and then samples.
+
+    Layers share one set and ARR is linear, so the truth is averaged over layers once. The attention of all heads
+    counts, not only that of retrieval heads.
+
+    Args:
+        samples: loads a sample by its number.
+        numbers: samples that count; those without a window are left out.
+        sinks, window: protected tokens.
+    """
+
+    def __init__(self, samples: Callable[[int], Sample], numbers: Iterable[int], sinks: int, window: int):
+        self.load, self.sinks, self.window = samples, sinks, window
+        self.numbers = [i for i in numbers if len(samples(i).lengths)]
+        if not self.numbers:
+            raise ValueError("no sample has a window: every continuation ended before one was full")
+
+    def longest(self) -> int:
+        """Most committed tokens of any window."""
+        return max(int(self.load(i).lengths.max()) for i in self.numbers)
+
+    def prepared(self, number: int) -> Prepared:
+        """One sample with its truth averaged."""
+        sample = self.load(number)
+        return Prepared(sample, sample.truth().mean(1), sample.new_mass.mean(1), self.sinks, self.window)

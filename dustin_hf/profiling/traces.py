@@ -1,0 +1,347 @@
+"""Traces: what the target attended to in windows of its greedy continuations, and what both signals said before."""
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import load_file, save
+
+from dustin_hf.cache import DustinCache
+from dustin_hf.enabling import enable
+from dustin_hf.forward import input_device
+from dustin_hf.model_patches.families import family_of
+from dustin_hf.prefill import prefill
+from dustin_hf.profile import Heads, config_hash
+from dustin_hf.profiling.recovery import SCALE, Sample
+from dustin_hf.profiling.rows import all_heads, attention_rows, tapped_block
+from dustin_hf.scoring import HeadScorer, Queries
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Candidate = tuple[int, tuple[int, ...]]
+Progress = Callable[[str, int, int], None]
+
+INDEX_NAME = "index.json"
+
+
+def as_candidates(*heads: Heads) -> tuple[Candidate, ...]:
+    """One candidate, a layer and query heads of it, for each layer of each set of heads, in that order, none twice."""
+    found = [(layer, tuple(chosen)) for one in heads for layer, chosen in sorted(one.items())]
+    return tuple(dict.fromkeys(found))
+
+
+@dataclass(frozen=True, slots=True)
+class TraceSettings:
+    """What is recorded.
+
+    Args:
+        target: candidates whose history is scored.
+        draft: candidates whose lookahead is scored.
+        window: tokens of a window (w of paper equation 2).
+        new_tokens: most tokens of a continuation.
+        stride: tokens from one window to the next, at least `window`. Default: `window`.
+        deltas: distances of the histories, in tokens; 1 is the last committed one, which a run has.
+    """
+
+    target: tuple[Candidate, ...]
+    draft: tuple[Candidate, ...]
+    window: int = 4
+    new_tokens: int = 128
+    stride: int | None = None
+    deltas: tuple[int, ...] = (1,)
+
+    def __post_init__(self) -> None:
+        for name in ("target", "draft"):
+            wanted = tuple((int(layer), tuple(map(int, chosen))) for layer, chosen in getattr(self, name))
+            object.__setattr__(self, name, wanted)
+        object.__setattr__(self, "deltas", tuple(self.deltas))
+        object.__setattr__(self, "stride", self.window if self.stride is None else self.stride)
+        if not self.target or not self.draft:
+            raise ValueError("`target` and `draft` must each hold at least one candidate")
+        if self.window < 1 or self.step < self.window:
+            raise ValueError(f"`stride` must be at least `window`, and that 1, got {self.stride} and {self.window}")
+        if self.new_tokens < self.window:
+            raise ValueError(f"`new_tokens` must fill a window of {self.window}, got {self.new_tokens}")
+        if 1 not in self.deltas or min(self.deltas) < 1:
+            raise ValueError(f"`deltas` must be positive and hold 1, the history of a run, got {self.deltas}")
+
+    @property
+    def step(self) -> int:
+        """Tokens from one window to the next."""
+        assert self.stride is not None
+        return self.stride
+
+
+class TraceSet:
+    """A folder of recorded samples: one safetensors file each, and an index. `ValueError` if it is not complete."""
+
+    def __init__(self, folder: str | Path):
+        self.folder = Path(folder)
+        index = _read_index(self.folder)
+        if index is None:
+            raise ValueError(f"{self.folder} holds no traces (no {INDEX_NAME}): record some first")
+        self.index: dict[str, Any] = index
+        self.settings = TraceSettings(**index["settings"])
+        self.names: list[str] = index["samples"]
+        missing = [name for name in self.names if not (self.folder / name).is_file()]
+        if missing:
+            raise ValueError(
+                f"{self.folder} lacks {len(missing)} of {len(self.names)} samples, first {missing[0]}: "
+                "run the recording again, it goes on where it was interrupted"
+            )
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def sample(self, i: int, device: torch.device | str = "cpu") -> Sample:
+        """One sample, on a device."""
+        return Sample(self.settings, load_file(self.folder / self.names[i], device=str(device)))
+
+
+def record(
+    target: "PreTrainedModel",
+    draft: "PreTrainedModel",
+    prompts: Sequence[Sequence[int]],
+    folder: str | Path,
+    settings: TraceSettings,
+    progress: Progress | None = None,
+) -> TraceSet:
+    """Record the traces of prompts; a folder with some of them is completed.
+
+    Args:
+        target: its greedy continuations are the trajectories.
+        draft: teacher-forced on the same tokens.
+        prompts: token ids of each sample.
+        folder: made if absent.
+        settings: what to record.
+        progress: called as `progress("traces", done, total)`.
+
+    Raises:
+        ValueError: if a prompt does not fit a model, or the folder holds traces made otherwise.
+        RuntimeError: if the disk has not enough room. What is finished stays, and is not made again.
+    """
+    folder = Path(folder)
+    check_lengths(target, draft, [len(ids) for ids in prompts], settings)
+    index: dict[str, Any] = {
+        "settings": json.loads(json.dumps(asdict(settings))),
+        "models": {"target": fingerprint(target), "draft": fingerprint(draft)},
+        "samples": [f"{i:04d}-{_digest(ids)}.safetensors" for i, ids in enumerate(prompts)],
+    }
+    held = _read_index(folder)
+    if held is not None and held != index:
+        different = [name for name in index if held.get(name) != index[name]]
+        raise ValueError(f"{folder} holds traces of other {different}: use another folder, or remove this one")
+    todo = [i for i, name in enumerate(index["samples"]) if not (folder / name).is_file()]
+    wanted = size_estimate(target, [len(prompts[i]) for i in todo], settings)
+    with _said_when_full(folder, wanted):
+        folder.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(folder).free
+        if wanted > free:
+            raise OSError(errno.ENOSPC, f"{free / 1e9:.1f} GB are free")
+        write_file(folder / INDEX_NAME, json.dumps(index, indent=1).encode())
+        for done, i in enumerate(todo):
+            if progress is not None:
+                progress("traces", len(prompts) - len(todo) + done, len(prompts))
+            tensors = trace_sample(target, draft, prompts[i], settings)
+            write_file(folder / index["samples"][i], save(tensors))
+        if progress is not None:
+            progress("traces", len(prompts), len(prompts))
+    return TraceSet(folder)
+
+
+def size_estimate(target: "PreTrainedModel", lengths: Iterable[int], settings: TraceSettings) -> int:
+    """Bytes that traces of prompts of these lengths take, if no continuation ends early."""
+    layers = target.config.get_text_config(decoder=True).num_hidden_layers
+    rows = layers + len(settings.deltas) * len(settings.target) + len(settings.draft)
+    total = 0
+    for length in lengths:
+        windows = (settings.new_tokens - settings.window) // settings.step + 1
+        last = length + (windows - 1) * settings.step
+        total += windows * (rows * last * 2 + layers * 4 + 8)
+    return total
+
+
+def check_lengths(
+    target: "PreTrainedModel", draft: "PreTrainedModel", lengths: Iterable[int], settings: TraceSettings
+) -> None:
+    """Raise `ValueError` unless both models have room for every prompt and its continuation."""
+    shortest = max(settings.deltas) + 1
+    for i, length in enumerate(lengths):
+        if length < shortest:
+            raise ValueError(f"prompt {i} has {length} tokens; histories need at least {shortest}: leave it out")
+        for name, model in (("target", target), ("draft", draft)):
+            limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+            if limit is not None and length + settings.new_tokens > limit:
+                raise ValueError(
+                    f"prompt {i} has {length} tokens, with {settings.new_tokens} new ones more than the {limit} "
+                    f"positions of the {name}: cut it (`max_context`), or configure the model for longer contexts"
+                )
+
+
+@torch.no_grad()
+def trace_sample(
+    target: "PreTrainedModel", draft: "PreTrainedModel", ids: Sequence[int], settings: TraceSettings
+) -> dict[str, torch.Tensor]:
+    """The tensors of one sample. Memory: both caches in turn, and the attention rows of one window and layer.
+
+    Returns:
+        `tokens [N]` and `prompt_length`; for `W` windows: `lengths [W]`, `truth [W, layers, T]` and
+        `history [deltas, W, C, T]` and `lookahead [W, C, T]` (float16 means times `SCALE`), `new_mass [W, layers]`.
+    """
+    with enable(target):
+        new = greedy_continuation(target, ids, settings.new_tokens)
+        sequence = torch.tensor([*ids, *new])
+        starts = list(range(len(ids), len(sequence) - settings.window + 1, settings.step))
+        tensors = _target_windows(target, sequence, len(ids), starts, settings)
+    with enable(draft):
+        tensors["lookahead"] = _draft_windows(draft, sequence, starts, settings)
+    tensors["lengths"] = torch.tensor(starts, dtype=torch.long)
+    tensors["tokens"], tensors["prompt_length"] = sequence, torch.tensor(len(ids))
+    return tensors
+
+
+def greedy_continuation(model: "PreTrainedModel", ids: Sequence[int], new_tokens: int) -> list[int]:
+    """Up to `new_tokens` tokens of the model's own choice, the one that ends the text included. It must be enabled."""
+    cache = _prefilled(model, torch.tensor(ids), len(ids) - 1, len(ids) + new_tokens)
+    ends = getattr(model.generation_config, "eos_token_id", None)
+    stops = set(ends if isinstance(ends, list) else [ends])
+    tokens = [ids[-1]]
+    while len(tokens) <= new_tokens and (len(tokens) == 1 or tokens[-1] not in stops):
+        logits, _ = _block(model, cache, torch.tensor(tokens[-1:]), {})
+        tokens.append(int(logits[0, -1].argmax()))
+    return tokens[1:]
+
+
+def _target_windows(
+    model: "PreTrainedModel", sequence: torch.Tensor, prompt: int, starts: list[int], settings: TraceSettings
+) -> dict[str, torch.Tensor]:
+    """Truth, new mass and histories of each window."""
+    config = model.config.get_text_config(decoder=True)
+    heads = all_heads(model)
+    tail, width = max(settings.deltas), starts[-1] if starts else 0
+    truth = torch.zeros(len(starts), len(heads), width, dtype=torch.float16)
+    new_mass = torch.zeros(len(starts), len(heads))
+    history = torch.zeros(len(settings.deltas), len(starts), len(settings.target), width, dtype=torch.float16)
+    cache = _prefilled(model, sequence, prompt - tail, len(sequence))
+    recent = _block(model, cache, sequence[prompt - tail : prompt], heads)[1]
+    scale = family_of(config).scale(config)
+    for i, start in enumerate(starts):
+        for d, delta in enumerate(settings.deltas):
+            # an earlier query has seen what was there by then, itself included
+            asked = {layer: q[:, tail - delta : tail - delta + 1] for layer, q in recent.items()}
+            history[d, i, :, :start] = _scores(model, cache, asked, start - delta + 1, settings.target)[:, :start]
+        queries = _block(model, cache, sequence[start : start + settings.step], heads)[1]
+        for layer, q in queries.items():
+            keys = cache.layers[layer].keys[0]
+            rows = attention_rows(q[0, : settings.window], keys, start, scale)  # [HQ, w, start + w]
+            truth[i, layer, :start] = (rows[:, :, :start].mean((0, 1)) * SCALE).half().cpu()
+            new_mass[i, layer] = rows[:, :, start:].sum(-1).mean().cpu()
+        recent = {layer: torch.cat([recent[layer], q], dim=1)[:, -tail:] for layer, q in queries.items()}
+    return {"truth": truth, "new_mass": new_mass, "history": history}
+
+
+def _draft_windows(
+    model: "PreTrainedModel", sequence: torch.Tensor, starts: list[int], settings: TraceSettings
+) -> torch.Tensor:
+    """Lookahead of each window: the draft's queries at its positions, each over the committed tokens alone."""
+    heads = {layer: all_heads(model)[layer] for layer, _ in settings.draft}
+    width = starts[-1] if starts else 0
+    lookahead = torch.zeros(len(starts), len(settings.draft), width, dtype=torch.float16)
+    if starts:
+        cache = _prefilled(model, sequence, starts[0], len(sequence))
+    for i, start in enumerate(starts):
+        queries = _block(model, cache, sequence[start : start + settings.step], heads)[1]
+        asked = {layer: q[:, : settings.window] for layer, q in queries.items()}
+        lookahead[i, :, :start] = _scores(model, cache, asked, start, settings.draft)[:, :start]
+    return lookahead
+
+
+def _scores(
+    model: "PreTrainedModel", cache: DustinCache, queries: Queries, length: int, candidates: tuple[Candidate, ...]
+) -> torch.Tensor:
+    """Scores of each candidate by the scorer that runs online (paper equation 5), `[C, capacity]`, as stored."""
+    config = model.config.get_text_config(decoder=True)
+    family = family_of(config)
+    rows = []
+    for layer, heads in candidates:
+        q = queries[layer][:, :, list(heads)]
+        lengths, counts = (torch.tensor([n], device=q.device) for n in (length, q.shape[1]))
+        scorer = HeadScorer({layer: heads}, family.group(config), family.scale(config))
+        total = scorer({layer: q}, cache, lengths, counts)[0]
+        rows.append((total * (SCALE / (len(heads) * q.shape[1]))).half().cpu())
+    return torch.stack(rows)
+
+
+def _prefilled(model: "PreTrainedModel", sequence: torch.Tensor, length: int, capacity: int) -> DustinCache:
+    """A cache that holds the first `length` tokens."""
+    device = input_device(model)
+    cache = DustinCache(model.config.get_text_config(decoder=True).num_hidden_layers, 1, capacity, device)
+    if length > 0:  # `prefill` leaves the last token of what it is given
+        prefill(model, cache, sequence[None, : length + 1].to(device), [0], [0])
+    return cache
+
+
+def _block(
+    model: "PreTrainedModel", cache: DustinCache, tokens: torch.Tensor, heads: Heads
+) -> tuple[torch.Tensor, Queries]:
+    """Run a block of a single row and commit it."""
+    out = tapped_block(model, cache, tokens[None].to(cache.lengths.device), heads=heads, logits_to_keep=1)
+    cache.lengths = cache.lengths + len(tokens)
+    return out
+
+
+def fingerprint(model: "PreTrainedModel") -> dict[str, str]:
+    """What tells one model from another: its name, the hash of its shape, and a hash of a few of its weights."""
+    digest = hashlib.sha256()
+    for name, weight in model.named_parameters():
+        digest.update(name.encode())
+        digest.update(weight.detach().flatten()[:8].float().cpu().numpy().tobytes())
+    config = model.config.get_text_config(decoder=True)
+    return {
+        "id": model.config._name_or_path or config.model_type,
+        "hash": config_hash(config),
+        "weights": digest.hexdigest()[:16],
+    }
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Write a file so that it is there whole or not at all, whenever this is interrupted."""
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        temporary.write_bytes(content)
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def _said_when_full(folder: Path, wanted: int) -> Iterator[None]:
+    """Say in words that a disk is full."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise RuntimeError(
+            f"the disk of {folder} is full ({error.strerror}): these traces need {wanted / 1e9:.2f} GB. Free some, or "
+            "record fewer windows (`stride`, `new_tokens`); finished samples are kept"
+        ) from error
+
+
+def _digest(ids: Sequence[int]) -> str:
+    return hashlib.sha256(json.dumps(list(map(int, ids))).encode()).hexdigest()[:8]
+
+
+def _read_index(folder: Path) -> dict[str, Any] | None:
+    path = folder / INDEX_NAME
+    return json.loads(path.read_text()) if path.is_file() else None
