@@ -165,6 +165,15 @@ def test_bench_needs_neither_typer_nor_rich():
     assert done.returncode == 1 and done.stderr == "dustin-hf needs typer: pip install 'dustin_hf[bench]'\n"
 
 
+def test_prefill_command(tmp_path):
+    for arguments, message in (
+        (["--shape", "gpt2"], "--shape must be one of"),
+        ([], "no CUDA device was found"),
+    ):
+        result = CliRunner().invoke(cli.app(), ["bench", "prefill", *arguments])
+        assert result.exit_code == 1 and message in result.output
+
+
 def test_help_and_errors_of_the_command(tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setenv("TERM", "dumb")

@@ -132,6 +132,39 @@ def bench_app() -> "Typer":
                 save(out, result, force)
             bench.report(result)
 
+    @commands.command()
+    def prefill(
+        shape: Annotated[str, typer.Option(help="Model with random weights.")] = "qwen2.5-7b",
+        context: Annotated[int, typer.Option(min=2, help="Tokens per row.")] = 32768,
+        rows: Annotated[int, typer.Option(min=1, help="Rows of the comparison with stock.")] = 4,
+        batch: Annotated[int, typer.Option(min=1, help="Rows of the last line, ours alone.")] = 16,
+        chunk: Annotated[list[int] | None, typer.Option(min=1, help="Tokens per forward to try; repeatable.")] = None,
+        out: Annotated[Path | None, typer.Option(help="JSON file for the result.")] = None,
+        force: Annotated[bool, typer.Option("--force", help="Overwrite that file.")] = False,
+    ) -> None:
+        """Time the prefill of long prompts beside stock's."""
+        from dustin_hf.eval.efficiency import prefill as bench
+        from dustin_hf.eval.efficiency.record import check_free, save
+        from dustin_hf.eval.efficiency.shapes import SHAPES
+
+        with errors_end_it():
+            if shape not in SHAPES:
+                raise ValueError(f"--shape must be one of {', '.join(SHAPES)}, got {shape!r}")
+            if out is not None:
+                check_free(out, force)
+            result = bench.run_prefill(
+                SHAPES[shape],
+                context,
+                rows,
+                batch,
+                chunk or [],
+                command_line(),
+                lambda text: typer.echo(text, err=True),
+            )
+            if out is not None:
+                save(out, result, force)
+            bench.report(result)
+
     return commands
 
 
