@@ -13,6 +13,10 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from dustin_hf.kernels.kv_append import kv_append
 
 
+# Storage outlives the call that makes it: tensors made under `inference_mode` could not be written outside of it.
+ordinary_tensors = torch.inference_mode(False)
+
+
 @dataclass
 class _Shared:
     """What all layers of one cache share.
@@ -65,6 +69,7 @@ class DustinLayer(CacheLayerMixin):
         super().__init__()
         self.shared = shared
 
+    @ordinary_tensors
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         heads, head_dim = key_states.shape[1], key_states.shape[3]
         shape = (len(self.shared.lengths), heads, self.shared.capacity, head_dim)
@@ -136,6 +141,7 @@ class DustinCache(Cache):
 
     layers: list[DustinLayer]  # type: ignore[assignment]
 
+    @ordinary_tensors
     def __init__(self, num_layers: int, batch_size: int, capacity: int, device: torch.device | str = "cpu"):
         self._shared = _Shared(capacity, torch.zeros(batch_size, dtype=torch.long, device=device))
         super().__init__(layers=[DustinLayer(self._shared) for _ in range(num_layers)])
@@ -219,6 +225,7 @@ class DustinCache(Cache):
         if self.draft is not None:
             self.draft.reset()
 
+    @ordinary_tensors
     def grow(self, capacity: int) -> None:
         """Make room for `capacity` slots in each row, keeping what is held; fewer than there are changes nothing."""
         more = capacity - self.capacity
@@ -241,6 +248,7 @@ class DustinCache(Cache):
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         self.batch_select_indices(beam_idx)
 
+    @ordinary_tensors
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the rows `indices`, in that order, repeats allowed."""
         self._shared.lengths = self.lengths[indices.to(self.lengths.device)]

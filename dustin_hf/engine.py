@@ -1,5 +1,6 @@
 """Runs speculative steps until every row has ended: captured on CUDA where that is possible, else op by op."""
 
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     from transformers.generation.streamers import BaseStreamer
 
 logger = logging.get_logger(__name__)
+
+# Kinds of steps that stay captured for one set of storage; beyond it the oldest goes.
+MOST_GRAPHS = 8
 
 
 @dataclass(frozen=True)
@@ -120,7 +124,8 @@ def run_steps(
     if backend.name == "graph" and steps is None:
         parts = _captured_forwards(parts, pool)
     prefixes = needs_prefix(parts.processors)
-    with block_attention(*_models(parts)):
+    # graphs of one target share memory, so that no two of its calls may replay at a time
+    with pool.replaying if backend.name == "graph" else nullcontext(), block_attention(*_models(parts)):
         while any(column < limit for column in columns):
             if steps is not None:
                 drafts, figures = gamma, steps.run()
@@ -184,6 +189,8 @@ class CapturedSteps:
         # by the third step all kernels are compiled: the first one reads everything, the others what they choose
         if self.key not in captured and self.steps > 2 and self.backend.whole:
             try:
+                while len(captured) >= MOST_GRAPHS:
+                    del captured[next(iter(captured))]
                 with self.recorder.clock.phase("capture"):
                     captured[self.key] = [
                         StepGraph(self.parts, state, self.gamma, self.columns, self.pool)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from dustin_hf.cache import DustinCache
+from dustin_hf.cache import DustinCache, ordinary_tensors
 from dustin_hf.kernels.rms_norm import rms_norm
 from dustin_hf.kernels.rope_append import rope_append
 from dustin_hf.kernels.rope_sparse_attention import rope_sparse_attention
@@ -82,6 +82,8 @@ class FusedForward:
     def _layers(self) -> Any:
         return self.model.get_decoder().layers
 
+    @ordinary_tensors
+    @torch.no_grad()
     def prepare(self, positions: int) -> None:
         """Take the weights as they are now, and rotary tables for rows of `positions` tokens."""
         for layer, merged in zip(self._layers, self._merged):

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from dustin_hf.cache import DustinCache
+from dustin_hf.cache import DustinCache, ordinary_tensors
 from dustin_hf.drafting import DraftView, ModelProposer, PromptLookupProposer
 from dustin_hf.forward import Forward, input_device
 from dustin_hf.model_patches.attention import BlockAttention
@@ -93,7 +93,6 @@ def step_key(parts: StepParts, gamma: int, columns: int) -> tuple:
         parts.pad_token_id,
         None if eos is None else tuple(eos.tolist()),
         tuple(p.data_ptr() for model in models for p in model.parameters()),
-        torch.is_inference_mode_enabled(),
     )
 
 
@@ -150,6 +149,7 @@ class CapturedForward:
         return graph, own_ids, own, logits
 
 
+@ordinary_tensors
 def _copy(state: DecodeState, columns: int) -> DecodeState:
     sequences = state.sequences.new_zeros(len(state.sequences), columns)
     sequences[:, : state.sequences.shape[1]] = state.sequences

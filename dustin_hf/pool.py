@@ -1,5 +1,6 @@
 """What later calls of one target use again: cache storage with its captured steps, and fused forwards."""
 
+import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ class Pool:
         self._lent: weakref.WeakSet[DustinCache] = weakref.WeakSet()
         self._forwards: weakref.WeakKeyDictionary[PreTrainedModel, FusedForward] = weakref.WeakKeyDictionary()
         self._open = True
+        self.replaying = threading.RLock()
         self._memory: dict[torch.device, Any] = {}
 
     def cache(self, model: "PreTrainedModel", batch: int, capacity: int, device: torch.device) -> DustinCache:
@@ -33,11 +35,11 @@ class Pool:
         if device.type != "cuda":
             return DustinCache(layers, batch, capacity, device)
         key = (id(model), model.dtype, layers, heads, ModelFamily.head_dim(config), batch, capacity, device)
-        for place, (idle_key, shared, stored) in reversed(list(enumerate(self._idle))):
-            if idle_key == key:
-                del self._idle[place]
-                cache = DustinCache.over(shared, stored)
-                break
+        fitting = [entry for entry in self._idle if entry[0] == key]
+        if fitting:
+            _, shared, stored = fitting[-1]
+            self._idle = [entry for entry in self._idle if entry[1] is not shared]
+            cache = DustinCache.over(shared, stored)
         else:
             cache = DustinCache(layers, batch, capacity, device)
         self._lent.add(cache)

@@ -2,7 +2,8 @@
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+import tempfile
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 PROFILE_NAME = "dustin_profile.json"
+CARD_NAME = "README.md"
 SCHEMA_VERSION = 1
+# Only cards with this line are written anew: a folder may hold a README of its own.
+_GENERATED = "<!-- made by dustin_hf; remove this line to keep changes -->"
 
 Heads = dict[int, tuple[int, ...]]
 
@@ -45,6 +49,9 @@ class DustinProfile:
         num_assistant_tokens (`int`, *optional*): the gamma it was made for.
         target_hash (`str`, *optional*): `config_hash` of the target; None fits any model.
         draft_hash (`str`, *optional*): `config_hash` of the draft; None fits any model.
+        draft_shares (`dict[int, float]`): m / k found for each budget k that was searched.
+        metadata (`dict`): how it was made, for people: models, recovery rates, calibration, versions, date. Only what
+            JSON can hold, with strings as keys.
 
     Raises:
         ValueError: on a share out of range, no heads at all, or an unknown schema version.
@@ -57,6 +64,8 @@ class DustinProfile:
     target_hash: str | None = None
     draft_hash: str | None = None
     schema_version: int = SCHEMA_VERSION
+    draft_shares: dict[int, float] = field(default_factory=dict)
+    metadata: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.schema_version != SCHEMA_VERSION:
@@ -66,6 +75,10 @@ class DustinProfile:
             )
         if not 0 <= self.draft_share <= 1:
             raise ValueError(f"`draft_share` must be between 0 and 1, got {self.draft_share!r}")
+        shares = {int(budget): float(share) for budget, share in self.draft_shares.items()}
+        if not all(budget > 0 and 0 <= share <= 1 for budget, share in shares.items()):
+            raise ValueError(f"`draft_shares` must map budgets to shares between 0 and 1, got {shares}")
+        object.__setattr__(self, "draft_shares", shares)
         check_num_assistant_tokens(self.num_assistant_tokens)
         for name in ("target_heads", "draft_heads"):
             heads = {int(layer): tuple(int(h) for h in chosen) for layer, chosen in getattr(self, name).items()}
@@ -109,16 +122,56 @@ class DustinProfile:
                         f"{config.num_hidden_layers} layers of {config.num_attention_heads} heads"
                     )
 
+    def share_for(self, budget: int) -> float:
+        """m / k for a budget: of the nearest one that was searched, by their ratio; without any, `draft_share`."""
+        if not self.draft_shares:
+            return self.draft_share
+        nearest = min(self.draft_shares, key=lambda known: (max(known, budget) / max(1, min(known, budget)), known))
+        return self.draft_shares[nearest]
+
     def to_dict(self) -> dict[str, Any]:
         """The fields, ready for JSON."""
         return asdict(self)
 
     def save_pretrained(self, folder: str | Path) -> Path:
-        """Write `dustin_profile.json` into `folder` (made if absent) and return its path."""
+        """Write `dustin_profile.json` and its card `README.md` into `folder` (made if absent).
+
+        A README that this did not write stays as it is.
+
+        Returns:
+            The path of the JSON file.
+        """
         path = Path(folder) / PROFILE_NAME
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(self.to_dict(), indent=2) + "\n")
+        path.write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
+        card = path.with_name(CARD_NAME)
+        if not card.exists() or _GENERATED in card.read_text(encoding="utf-8"):
+            card.write_text(model_card(self), encoding="utf-8")
         return path
+
+    def push_to_hub(
+        self, repo_id: str, *, private: bool | None = None, token: str | None = None, **upload_kwargs: Any
+    ) -> str:
+        """Upload the profile and its card to a model repository of the Hub, made if absent.
+
+        Args:
+            repo_id: `user/name`.
+            private: for a new repository.
+            token: of the Hub. Default: the one of `hf auth login`.
+            upload_kwargs: for `huggingface_hub.upload_folder`: `commit_message`, `revision`, `create_pr`, and so on.
+
+        Returns:
+            The address of the commit.
+        """
+        import huggingface_hub
+
+        repo_id = huggingface_hub.create_repo(repo_id, private=private, token=token, exist_ok=True).repo_id
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / PROFILE_NAME).write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
+            (Path(folder) / CARD_NAME).write_text(model_card(self, repo_id), encoding="utf-8")
+            upload_kwargs.setdefault("commit_message", "Upload Dustin profile")
+            commit = huggingface_hub.upload_folder(repo_id=repo_id, folder_path=folder, token=token, **upload_kwargs)
+        return commit.commit_url
 
     @classmethod
     def from_pretrained(cls, name_or_path: str | Path, **hub_kwargs: Any) -> "DustinProfile":
@@ -135,6 +188,78 @@ class DustinProfile:
 
             path = Path(hf_hub_download(str(name_or_path), PROFILE_NAME, **hub_kwargs))
         try:
-            return cls(**json.loads(path.read_text()))
-        except (TypeError, json.JSONDecodeError) as error:
+            return cls(**json.loads(path.read_text(encoding="utf-8")))
+        except (TypeError, AttributeError, json.JSONDecodeError) as error:
             raise ValueError(f"`profile` {path} is not a Dustin profile: {error}") from error
+
+
+def model_card(profile: DustinProfile, name: str = "path/or/hub-id") -> str:
+    """The card of a profile, Markdown with a YAML header.
+
+    Args:
+        profile: its fields and what its `metadata` tells are shown.
+        name: what `enable(model, profile=...)` takes.
+    """
+    data = profile.metadata
+    target, draft = (str(data.get(model, {}).get("id", f"your {model}")) for model in ("target", "draft"))
+    known = [model for model in (target, draft) if model.count("/") == 1 and not model.startswith((".", "/"))]
+    lines = ["---", "library_name: transformers", "tags:", "- dustin", "- speculative-decoding", "- sparse-attention"]
+    lines += ["base_model:", *(f"- {model}" for model in known)] if known else []
+    lines += ["---", _GENERATED, "", f"# Dustin profile of {target} with {draft}", ""]
+    lines += [
+        "Which attention heads of this target and draft choose the cached tokens that verification reads, and how the "
+        "budget is split between both. There are no weights in here.",
+        "",
+        "| | layers: heads |",
+        "|---|---|",
+        f"| target, last committed token | {_heads_in_words(profile.target_heads)} |",
+        f"| draft, lookahead | {_heads_in_words(profile.draft_heads)} |",
+        "",
+    ]
+    shares = {str(k): share for k, share in sorted(profile.draft_shares.items())} or {"any": profile.draft_share}
+    lines += ["| budget k | m / k |", "|---|---|", *(f"| {k} | {share:.3f} |" for k, share in shares.items()), ""]
+    arr = data.get("arr", {})
+    if arr:
+        policies = list(dict.fromkeys(policy for table in arr.values() for policy in table))
+        lines += [
+            "## Attention recovery rate",
+            "",
+            "Share of the attention over the full cache that verification sees, the tokens of the block included; mean "
+            "over heads, layers, windows and held-out texts. `oracle` knows the attention to come, with one set for "
+            "all layers as this profile has, or with one per layer.",
+            "",
+            f"| budget | {' | '.join(policies)} |",
+            "|---" * (len(policies) + 1) + "|",
+        ]
+        for k, table in arr.items():
+            cells = (f"{table[policy]:.4f}" if policy in table else "" for policy in policies)
+            lines.append(f"| {k} | {' | '.join(cells)} |")
+        lines.append("")
+    lines += [
+        "## Use",
+        "",
+        "```python",
+        "import dustin_hf",
+        "",
+        f'dustin_hf.enable(target, profile="{name}")',
+        'target.generate(**inputs, assistant_model=draft, cache_implementation="dustin", cache_config={"budget": 512})',
+        "```",
+        "",
+        "## Limits",
+        "",
+        "- For this pair, and fine-tunes of the same shapes; other models are refused.",
+        "- Verification with a budget below the length is approximate: the output is not the target's own. Recovery "
+        "rates are a proxy, measured on full-cache runs: judge by your task.",
+        "- The calibration texts below are what it was tuned on; other lengths and languages were not looked at.",
+    ]
+    lines += ["", "## Made with", "", "```json", json.dumps(_how_made(profile), indent=1), "```", ""]
+    return "\n".join(lines)
+
+
+def _heads_in_words(heads: Heads) -> str:
+    return "; ".join(f"{layer}: {', '.join(map(str, chosen))}" for layer, chosen in heads.items())
+
+
+def _how_made(profile: DustinProfile) -> dict[str, Any]:
+    rest = {name: value for name, value in profile.metadata.items() if not name.startswith("arr")}
+    return {"schema_version": profile.schema_version, "gamma": profile.num_assistant_tokens, **rest}

@@ -53,6 +53,19 @@ def next_prompts(prompts, rows, more=(4, 1, 6)):
     return [prompt + row + new for prompt, row, new in zip(prompts, rows, additions)]
 
 
+@pytest.mark.parametrize("backend", ["eager", "compiled"])
+@pytest.mark.parametrize("inference", [(True, False), (False, True)])
+def test_turns_inside_and_outside_of_inference_mode(pair, backend, inference):
+    """What one call has allocated, the next may write, whichever of them runs under inference_mode."""
+    prompts, options = random_prompts([12, 30, 5]), {"cache_config": {"backend": backend}}
+    with torch.inference_mode(inference[0]):
+        rows, cache = turn(pair.target, pair.M, prompts, **options)
+    prompts = next_prompts(prompts, rows)
+    with torch.inference_mode(inference[1]):
+        rows, cache = turn(pair.target, pair.M, prompts, cache, **options)
+    assert rows == [plain(pair.target, prompt, new=9)[: len(row)] for prompt, row in zip(prompts, rows)]
+
+
 @pytest.mark.parametrize("kind", ["S", "D", "M", "self"])
 @pytest.mark.parametrize("lengths", [[9], [12, 30, 5]])
 def test_three_turns_p32(pair, kind, lengths):
