@@ -236,9 +236,11 @@ def _proposer(
         max_ngram = generation_config.max_matching_ngram_size or 2
         return PromptLookupProposer(cache, vocab_size=vocab_size, do_sample=do_sample, max_ngram=max_ngram)
     shared = draft_cache is None
-    kind = config.draft_cache
+    kind, size = config.draft_cache, config.budget
     if kind == "auto":
         kind = "streaming" if shared else "sparse" if heads else "full"
+    if kind == "sparse":  # what comes after the choice fills the budget: whole tiles for the kernels
+        size = max(config.sinks + config.window + 1, size - 2 * gamma)
     return ModelProposer(
         StockForward(draft),
         cache if draft_cache is None else draft_cache,
@@ -251,7 +253,7 @@ def _proposer(
         kind=kind if config.budget < cache.capacity else "full",
         sinks=config.sinks,
         window=config.window,
-        size=config.budget,
+        size=size,
         gamma=gamma,
     )
 

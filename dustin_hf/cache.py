@@ -12,7 +12,6 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from dustin_hf.kernels.kv_append import kv_append
 
-
 # Storage outlives the call that makes it: tensors made under `inference_mode` could not be written outside of it.
 ordinary_tensors = torch.inference_mode(False)
 

@@ -22,8 +22,8 @@ class DustinConfig:
         num_assistant_tokens (`int`, *optional*): drafted tokens per step (gamma). `generate(num_assistant_tokens=)`
             wins over it; without either the profile's, the assistant's generation config's, or 4.
         draft_cache (`str`): what the draft attends to: `"full"` (the paper's setting), `"streaming"` (sinks and the
-            most recent tokens, `budget` in all), `"sparse"` (the `budget` tokens that the draft's last scores chose,
-            and all that came after), or `"auto"`: sparse where the draft is scored, else full; streaming where the
+            most recent tokens, `budget` in all), `"sparse"` (the tokens that the draft's last scores chose and all that
+            came after, `budget` in all), or `"auto"`: sparse where the draft is scored, else full; streaming where the
             target drafts for itself.
         backend (`str`): what runs the steps: `"graph"` (CUDA graphs), `"compiled"` (the fused forward, or where a model
             has none its own through `torch.compile`, not captured), `"eager"` (op by op, the model's own forward), or

@@ -123,7 +123,7 @@ class DustinProfile:
                     )
 
     def share_for(self, budget: int) -> float:
-        """m / k for a budget: of the nearest one that was searched, by their ratio; without any, `draft_share`."""
+        """The share m / k of the nearest budget that was searched, by their ratio; `draft_share` without any."""
         if not self.draft_shares:
             return self.draft_share
         nearest = min(self.draft_shares, key=lambda known: (max(known, budget) / max(1, min(known, budget)), known))
@@ -167,8 +167,7 @@ class DustinProfile:
 
         repo_id = huggingface_hub.create_repo(repo_id, private=private, token=token, exist_ok=True).repo_id
         with tempfile.TemporaryDirectory() as folder:
-            (Path(folder) / PROFILE_NAME).write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
-            (Path(folder) / CARD_NAME).write_text(model_card(self, repo_id), encoding="utf-8")
+            self.save_pretrained(folder).with_name(CARD_NAME).write_text(model_card(self, repo_id), encoding="utf-8")
             upload_kwargs.setdefault("commit_message", "Upload Dustin profile")
             commit = huggingface_hub.upload_folder(repo_id=repo_id, folder_path=folder, token=token, **upload_kwargs)
         return commit.commit_url

@@ -51,6 +51,21 @@ def _attend(b_q, b_k, b_v, seen, b_m, b_l, b_o, scale_log2, MASKED: tl.constexpr
 
 
 @triton.jit
+def _span(p_row, i_s, n_chosen, BN: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr):
+    """Places of one split: none where it has no slot.
+
+    All of them are read at once, so that the L1 cache holds them when the loop needs them: its loads of keys and
+    values wait for each tile's slots.
+    """
+    per_split = tl.cdiv(tl.cdiv(n_chosen, BN), SPLITS) * BN
+    begin = i_s * per_split
+    end = tl.minimum(begin + per_split, n_chosen)
+    places = begin + tl.arange(0, BK)
+    used = tl.max(tl.load(p_row + places, mask=places < end, other=-1), 0) >= 0
+    return begin, tl.where(used, end, begin)
+
+
+@triton.jit
 def _finish(p_o, p_lse, p_part_o, p_part_lse, i_b, i_h, i_s, n_heads, b_m, b_l, b_o,
             L: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr,
             SPLITS: tl.constexpr, LSE: tl.constexpr):  # fmt: skip
@@ -144,7 +159,7 @@ def sparse_attention_kernel(
     p_q, p_k, p_v, p_indices, p_start, p_o, p_lse, p_part_o, p_part_lse,
     s_qb, s_ql, s_qh, s_kb, s_kh, s_kt, s_vb, s_vh, s_vt, s_ib, s_ih, n_heads, n_chosen, scale_log2,
     L: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
-    BL: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr,
+    BL: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The chosen slots, then the block's own tokens."""
     i_b, i_h, i_s = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.program_id(2)
@@ -161,9 +176,7 @@ def sparse_attention_kernel(
     own_k = _rows_of(k_base, start + own, s_kt, mine, D, BD, True)
     own_v = _rows_of(v_base, start + own, s_vt, mine, D, BD, True)
 
-    per_split = tl.cdiv(tl.cdiv(n_chosen, BN), SPLITS) * BN
-    begin = i_s * per_split
-    end = tl.minimum(begin + per_split, n_chosen)
+    begin, end = _span(p_row, i_s, n_chosen, BN, BK, SPLITS)
     b_m = tl.full([BM], NEVER, tl.float32)
     b_l = tl.zeros([BM], tl.float32)
     b_o = tl.zeros([BM, BD], tl.float32)
@@ -190,6 +203,11 @@ def tile_of(slot_bytes: int) -> int:
 def sparse_splits(programs: int, tiles: int) -> int:
     """Parts to split a few hundred chosen slots into, for that many rows times heads."""
     return 1 if programs > ENOUGH else min(4, triton.next_power_of_2(max(1, tiles)))
+
+
+def places_of(chosen: int, tile: int, splits: int) -> int:
+    """Places of one split, as a power of two."""
+    return max(16, triton.next_power_of_2(triton.cdiv(triton.cdiv(chosen, tile), splits) * tile))
 
 
 class Parts:
@@ -256,7 +274,8 @@ def split_attention(
             per_head = indices.stride(1) if indices.shape[1] > 1 else 0
             sparse_attention_kernel[grid](
                 q, k, v, indices, start, *outputs, *strides, indices.stride(0), per_head, heads, indices.shape[2],
-                scale * LOG2E, BL=max(16, triton.next_power_of_2(new)), **sizes, **options,
+                scale * LOG2E, BL=max(16, triton.next_power_of_2(new)), BK=places_of(indices.shape[2], tile, splits),
+                **sizes, **options,
             )  # fmt: skip
         parts.merge(o, lse, sizes)
     return o, lse

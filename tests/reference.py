@@ -47,7 +47,8 @@ class Reference:
                     )
                     s_draft = [x + y for x, y in zip(s_draft, a)]
                 self.draft_rows = masks
-                self.view = set(self.choose(s_draft, s_draft, committed, 0)), committed
+                k = max(self.sinks + self.window + 1, self.k - 2 * self.gamma)
+                self.view = set(self.choose(s_draft, s_draft, committed, 0, k)), committed
             if history is None:
                 chosen = None
                 seen = set(range(committed))
@@ -87,13 +88,14 @@ class Reference:
         masks = self.draft_masks(rows, committed, i + 1, shared)
         return self.logits(self.draft, text, masks)[-1].argmax(-1).item()
 
-    def choose(self, s_draft, s_target, n, m):
+    def choose(self, s_draft, s_target, n, m, k=None):
         """Equation 6."""
+        k = self.k if k is None else k
         protected = {i for i in range(n) if i < self.sinks or i >= n - self.window}
         rest = sorted(set(range(n)) - protected, key=lambda i: (-s_draft[i], i))
-        by_draft = set(rest[: min(m, self.k - len(protected))])
+        by_draft = set(rest[: min(m, k - len(protected))])
         rest = sorted(set(range(n)) - protected - by_draft, key=lambda i: (-s_target[i], i))
-        by_target = set(rest[: self.k - len(protected) - len(by_draft)])
+        by_target = set(rest[: k - len(protected) - len(by_draft)])
         return sorted(protected | by_draft | by_target)
 
     def attention(self, model, text, masks, heads, query, n):

@@ -27,13 +27,9 @@ TEXTS = read_texts()
 @pytest.fixture(scope="module")
 def tokenizer():
     """Byte-level pieces as of Qwen and Llama 3, learnt from the package's own texts; with a BOS token."""
-    learnt = Tokenizer(models.BPE())
-    learnt.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    learnt.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=600, initial_alphabet=alphabet, special_tokens=["<s>"], show_progress=False
-    )
+    learnt, alphabet = Tokenizer(models.BPE()), pre_tokenizers.ByteLevel.alphabet()
+    learnt.pre_tokenizer, learnt.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(vocab_size=600, initial_alphabet=alphabet, special_tokens=["<s>"])
     learnt.train_from_iterator(TEXTS.values(), trainer)
     learnt.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     return PreTrainedTokenizerFast(tokenizer_object=learnt, bos_token="<s>")
@@ -42,23 +38,16 @@ def tokenizer():
 @pytest.fixture(scope="module")
 def toy():
     """Layers that pass embeddings on; one head attends to earlier occurrences of its token, all others uniformly."""
-    model = tiny_model(
-        "llama",
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        head_dim=64,
-        num_hidden_layers=3,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e30},
-    )
+    rope = {"rope_type": "default", "rope_theta": 1e30}
+    model = tiny_model("llama", vocab_size=VOCABULARY, head_dim=64, num_hidden_layers=3, rope_parameters=rope)
     # of each head, dimensions 0..4 and their partners 32..36 may rotate; the others turn by less than 1e-4 a token
     content = [d for d in range(64) if d % 32 >= 5]
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(1.0 if parameter.ndim == 1 else 0.0)
         model.model.embed_tokens.weight[torch.arange(VOCABULARY), torch.arange(VOCABULARY)] = 1.0
-        layer, head = COPY
-        attention = model.model.layers[layer].self_attn
-        kv_head = head // 2
+        attention = model.model.layers[COPY[0]].self_attn
+        head, kv_head = COPY[1], COPY[1] // 2
         # RMSNorm turns a one-hot row of 64 into 8 times it; the scale is 1/8
         weight = math.sqrt(MATCH / 8)
         for token, dimension in zip(range(VOCABULARY), content):
@@ -151,8 +140,7 @@ def test_tapped_block_sees_what_the_model_attends_to(family):
 
 
 def test_the_head_that_copies_is_found_first(toy):
-    samples = toy_samples()
-    config = toy.config.to_dict()
+    samples, config = toy_samples(), toy.config.to_dict()
     scores = score_heads(toy, samples)
     copying, uniform = [sum(parts) / len(samples) for parts in zip(*map(by_hand, samples))]
     expected = torch.full((3, 4), uniform)
@@ -172,8 +160,7 @@ def test_other_samples_find_the_same_heads(toy):
 @pytest.mark.parametrize("length", [300, 1000])
 def test_needles_are_where_they_should_be(tokenizer, length, depth):
     for sample in needle_samples(TEXTS, tokenizer, [length], [depth], per_cell=2):
-        begin, end = sample.span
-        ids = sample.prompt_ids
+        (begin, end), ids = sample.span, sample.prompt_ids
         before, needle, after = map(tokenizer.decode, (ids[:begin], ids[begin:end], ids[end:]))
         assert needle == tokenizer.decode(sample.answer_ids)
         assert needle.startswith(" The ") and " keeps exactly " in needle and needle.endswith(".")
@@ -191,12 +178,13 @@ def test_needles_are_where_they_should_be(tokenizer, length, depth):
 
 
 def test_needles_are_deterministic(tokenizer):
-    made = needle_samples(TEXTS, tokenizer, [400, 600], [0.2, 0.8], per_cell=2, seed=3)
-    assert made == needle_samples(dict(reversed(TEXTS.items())), tokenizer, [400, 600], [0.2, 0.8], per_cell=2, seed=3)
+    cells = {"tokenizer": tokenizer, "lengths": [400, 600], "depths": [0.2, 0.8], "per_cell": 2}
+    made = needle_samples(TEXTS, **cells, seed=3)
+    assert made == needle_samples(dict(reversed(TEXTS.items())), **cells, seed=3)
     assert len({sample.digest for sample in made}) == len(made) == 8
     # a cell depends on itself only, and on the seed
     assert needle_samples(TEXTS, tokenizer, [600], [0.8], seed=3) == [made[6]]
-    assert not set(made) & set(needle_samples(TEXTS, tokenizer, [400, 600], [0.2, 0.8], per_cell=2, seed=4))
+    assert not set(made) & set(needle_samples(TEXTS, **cells, seed=4))
 
 
 def test_short_texts_go_on_with_others(tokenizer):
@@ -215,8 +203,7 @@ def test_tokenizers_without_offsets():
             return {"input_ids": [ord(character) for character in text]}
 
     (sample,) = needle_samples(TEXTS, Slow(), [1000], [0.25])
-    begin, end = sample.span
-    said = "".join(map(chr, sample.prompt_ids))
+    (begin, end), said = sample.span, "".join(map(chr, sample.prompt_ids))
     assert said[begin:end] == "".join(map(chr, sample.answer_ids)) and said[begin:].startswith(" The ")
     assert begin == round(0.25 * (said.index("\n\nQuestion: ") - (end - begin)))
 
@@ -262,8 +249,6 @@ def test_errors_of_texts(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=f"`texts` .*{message}"):
         read_texts(tmp_path)
-    with pytest.raises(ValueError, match="`texts` .*/nowhere holds no"):
-        read_texts(tmp_path / "nowhere")
 
 
 def test_an_interrupted_run_goes_on(toy, tmp_path):
@@ -290,7 +275,7 @@ def test_an_interrupted_run_goes_on(toy, tmp_path):
 def test_errors_of_scores(toy, tmp_path):
     path = tmp_path / "scores.safetensors"
     score_heads(toy, toy_samples((60,)), state_path=path)
-    other = tiny_model("llama", vocab_size=VOCABULARY, hidden_size=64, head_dim=64, num_hidden_layers=3)
+    other = tiny_model("llama", vocab_size=VOCABULARY, head_dim=64, num_hidden_layers=3)
     with pytest.raises(ValueError, match="`state_path` .* belongs to another model"):
         score_heads(other, toy_samples((60,)), state_path=path)
     path.write_bytes(path.read_bytes()[:50])
@@ -307,8 +292,7 @@ def test_best_heads_and_overlap():
     assert best_heads(scores, 2) == {0: (1, 2), 1: (3, 0)}
     assert overlap({0: (1, 2), 1: (3, 0)}, {0: (2, 1), 1: (0, 3)}) == 1.0
     assert overlap({0: (1, 2), 1: (3, 0)}, {0: (2, 3), 1: (0, 3)}) == 0.75
-    assert overlap({0: (1,)}, {0: (1, 2, 3, 0)}) == 0.25
-    assert overlap({0: (1,)}, {1: (1,)}) == 0.0
+    assert overlap({0: (1,)}, {0: (1, 2, 3, 0)}) == 0.25 and overlap({0: (1,)}, {1: (1,)}) == 0.0
     with pytest.raises(ValueError, match="`count` must be between 1 and the 4 heads"):
         best_heads(scores, 5)
     with pytest.raises(ValueError, match="`scores` hold NaN"):

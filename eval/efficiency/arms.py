@@ -157,7 +157,7 @@ def build(
             kind=arm.draft_cache,
             sinks=SINKS,
             window=WINDOW,
-            size=budget,
+            size=budget - 2 * gamma if arm.draft_cache == "sparse" else budget,
             gamma=gamma,
         )
     else:

@@ -183,7 +183,7 @@ def step_bytes(target: Shape, draft: Shape, arm: Arm, lengths: list[int], gamma:
     read = rows * (budget + gamma + 1) if arm.sparse else total + rows
     needed = target.weight_bytes() + read * target.kv_bytes_per_token()
     if arm.draft_cache is not None:
-        own = {"full": total, "streaming": rows * (budget + SINKS), "sparse": rows * (budget + 2 * gamma)}
+        own = {"full": total, "streaming": rows * (budget + SINKS), "sparse": rows * budget}
         needed += gamma * (draft.weight_bytes() + own[arm.draft_cache] * draft.kv_bytes_per_token())
     if arm.sparse:
         for shape, layers in ((target, 1), (draft, 3)):

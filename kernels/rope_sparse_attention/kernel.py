@@ -6,7 +6,18 @@ import triton.language as tl
 
 from dustin_hf.kernels.naive_attention import check_indices
 from dustin_hf.kernels.rope_append.naive import check_rope_append
-from dustin_hf.kernels.split_attention import LOG2E, NEVER, Parts, _attend, _finish, _rows_of, sparse_splits, tile_of
+from dustin_hf.kernels.split_attention import (
+    LOG2E,
+    NEVER,
+    Parts,
+    _attend,
+    _finish,
+    _rows_of,
+    _span,
+    places_of,
+    sparse_splits,
+    tile_of,
+)
 
 
 @triton.jit
@@ -48,7 +59,8 @@ def _rope_sparse_attention_kernel(
     p_o, p_part_o, p_part_lse,
     s_qb, s_ql, s_kb, s_kh, s_kt, s_vb, s_vh, s_vt, s_ib, s_ih, n_heads, n_slots, n_positions, n_chosen, eps,
     scale_log2, L: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
-    BL: tl.constexpr, SPLITS: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, PRECISION: tl.constexpr,
+    BL: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     i_b, i_h, i_s = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.program_id(2)
     p_row = p_indices + i_b * s_ib + i_h * s_ih
@@ -76,9 +88,7 @@ def _rope_sparse_attention_kernel(
     v_mask = given[:, None] & (dims < D)[None, :]
     own_v = _biased(p_qkv, p_bias, own_at[:, None] + v_at, v_at, v_mask, BIAS).to(p_values.dtype.element_ty)
 
-    per_split = tl.cdiv(tl.cdiv(n_chosen, BN), SPLITS) * BN
-    begin = i_s * per_split
-    end = tl.minimum(begin + per_split, n_chosen)
+    begin, end = _span(p_row, i_s, n_chosen, BN, BK, SPLITS)
     b_m = tl.full([BM], NEVER, tl.float32)
     b_l = tl.zeros([BM], tl.float32)
     b_o = tl.zeros([BM, BD], tl.float32)
@@ -133,7 +143,8 @@ def triton_rope_sparse_attention(
             qkv.stride(0), qkv.stride(1), *keys.stride()[:3], *values.stride()[:3],
             indices.stride(0), indices.stride(1) if indices.shape[1] > 1 else 0,
             heads, keys.shape[2], len(cos), chosen, eps, scale * LOG2E,
-            **sizes, BL=max(16, triton.next_power_of_2(new)), BIAS=bias is not None, NORM=q_norm is not None,
+            **sizes, BL=max(16, triton.next_power_of_2(new)), BK=places_of(chosen, tile, splits),
+            BIAS=bias is not None, NORM=q_norm is not None,
             PRECISION="ieee" if qkv.dtype == torch.float32 else "tf32", num_warps=4, num_stages=3,
         )  # fmt: skip
         parts.merge(o, None, sizes)
