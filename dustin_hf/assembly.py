@@ -165,9 +165,10 @@ def assemble(
     needed = _missing(cache, capacity) * per_token
     if draft is not None and draft_cache is not None:
         needed += _missing(draft_cache, capacity) * kv_bytes_per_token(draft_config, draft.dtype)
-    if needed > (free_bytes(*models) or needed):
-        pool.make_room()
-    check_capacity(needed, *models)
+    if needed:
+        if pool.idle_bytes and needed > (free_bytes(*models) or needed):
+            pool.make_room()
+        check_capacity(needed, *models)
 
     pad_token_id = 0 if pad is None else int(pad)
     sequences = input_ids.new_full((batch, limit + gamma + 1), pad_token_id, device=device)

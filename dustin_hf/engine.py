@@ -73,7 +73,7 @@ def _capture_obstacle(parts: StepParts) -> str | None:
             return "not all weights are on CUDA"
         if len(devices) > 1:
             return "a model is on several devices"
-        if any(m._forward_hooks or m._forward_pre_hooks or hasattr(m, "_hf_hook") for m in model.modules()):
+        if any(m._forward_hooks or m._forward_pre_hooks or "_hf_hook" in m.__dict__ for m in model.modules()):
             return "hooks on the models would not run in replays"
     return None
 

@@ -29,7 +29,7 @@ def fusion_obstacle(model: "PreTrainedModel") -> str | None:
     decoder: Any = model.get_decoder()
     if not original.__module__.startswith("transformers.models."):
         return f"{original.__name__} is not a model of transformers itself"
-    if any("forward" in m.__dict__ or hasattr(m, "parametrizations") for m in model.modules()):
+    if any("forward" in m.__dict__ or "parametrizations" in m._modules for m in model.modules()):
         return "modules have been changed (quantised, adapted or wrapped)"
     if any(m._forward_hooks or m._forward_pre_hooks for m in model.modules()):
         return "modules have hooks"

@@ -11,6 +11,7 @@ PROGRAMS = 132
 # From here on a few hundred chosen slots are not split: the merge would cost more (measured).
 ENOUGH = 32
 MERGED_ROWS = 8  # of a program of the merge
+WARPS, STAGES = 4, 3  # of the others
 
 
 @triton.jit
@@ -265,7 +266,7 @@ def split_attention(
     outputs = (o, lse, parts.o, parts.lse)
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
     sizes = {"L": new, "G": group, "D": dim, "BM": rows, "BN": tile, "BD": padded, "SPLITS": splits}
-    options = {"PRECISION": "ieee" if q.dtype == torch.float32 else "tf32", "num_warps": 4, "num_stages": 3}
+    options = {"PRECISION": "ieee" if q.dtype == torch.float32 else "tf32", "num_warps": WARPS, "num_stages": STAGES}
     grid = (batch, heads, splits)
     with torch.cuda.device_of(q):  # a launch goes to the current device, whatever its tensors are on
         if indices is None:

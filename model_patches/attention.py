@@ -208,7 +208,7 @@ def _switched(
     """Switch models to an attention function, those of them whose own is in `instead_of`."""
     with ExitStack() as stack:
         for model in models:
-            configs: dict[int, Any] = {id(m.config): m.config for m in model.modules() if hasattr(m, "layer_idx")}
+            configs: dict[int, Any] = {id(m.config): m.config for m in model.modules() if "layer_idx" in m.__dict__}
             for config in configs.values():
                 if instead_of is None or config._attn_implementation in instead_of:
                     stack.callback(setattr, config, "_attn_implementation", config._attn_implementation)

@@ -9,6 +9,8 @@ from dustin_hf.kernels.rope_append.naive import check_rope_append
 from dustin_hf.kernels.split_attention import (
     LOG2E,
     NEVER,
+    STAGES,
+    WARPS,
     Parts,
     _attend,
     _finish,
@@ -145,7 +147,7 @@ def triton_rope_sparse_attention(
             heads, keys.shape[2], len(cos), chosen, eps, scale * LOG2E,
             **sizes, BL=max(16, triton.next_power_of_2(new)), BK=places_of(chosen, tile, splits),
             BIAS=bias is not None, NORM=q_norm is not None,
-            PRECISION="ieee" if qkv.dtype == torch.float32 else "tf32", num_warps=4, num_stages=3,
+            PRECISION="ieee" if qkv.dtype == torch.float32 else "tf32", num_warps=WARPS, num_stages=STAGES,
         )  # fmt: skip
         parts.merge(o, None, sizes)
     return o
