@@ -166,7 +166,7 @@ def _hybrid(share: float | None) -> PolicyFactory:
         config = context.config
         part = share
         if part is None:
-            part = config.draft_share if config.draft_share is not None else context.profile.draft_share
+            part = config.draft_share if config.draft_share is not None else context.profile.share_for(config.budget)
         return HybridPolicy(
             k=config.budget,
             sinks=config.sinks,

@@ -1,14 +1,17 @@
 """DustinConfig, DustinProfile, and the registry of policies: round trips, defaults, refusals."""
 
 import json
+import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
+import yaml
 from helpers import dustin
 
 from dustin_hf import DustinConfig, DustinProfile, Selection, SelectionPolicy, register_policy
 from dustin_hf.drafting import streaming_slots
-from dustin_hf.profile import PROFILE_NAME, config_hash
+from dustin_hf.profile import CARD_NAME, PROFILE_NAME, config_hash, model_card
 from dustin_hf.selection import _FACTORIES, policy_names
 from dustin_hf.testing import random_prompts, tiny_model
 
@@ -49,9 +52,104 @@ def test_profile_from_the_hub(tmp_path, monkeypatch):
     assert asked == [(("someone/profile", PROFILE_NAME), {"revision": "main"})]
 
 
+SEARCHED = DustinProfile(
+    {17: (0, 3)},
+    {9: (1,), 4: (2, 5)},
+    0.75,
+    4,
+    draft_shares={128: 0.5, 512: 0.75},
+    metadata={
+        "target": {"id": "Qwen/Qwen2.5-7B-Instruct"},
+        "draft": {"id": "/models/small"},
+        "arr": {"128": {"hybrid": 0.91234, "oracle": 0.93}, "512": {"hybrid": 0.95, "oracle": 0.97, "more": 0.5}},
+        "date": "2026-01-02",
+    },
+)
+
+
+def test_profile_with_shares_and_metadata_round_trip(tmp_path):
+    path = SEARCHED.save_pretrained(tmp_path)
+    assert DustinProfile.from_pretrained(tmp_path) == SEARCHED
+    assert json.loads(path.read_text())["draft_shares"] == {"128": 0.5, "512": 0.75}
+
+
+def test_profiles_of_older_releases_load(tmp_path):
+    path = DustinProfile({1: (0,)}, {0: (1,)}).save_pretrained(tmp_path)
+    content = json.loads(path.read_text())
+    del content["draft_shares"], content["metadata"]
+    path.write_text(json.dumps(content))
+    assert DustinProfile.from_pretrained(path) == DustinProfile({1: (0,)}, {0: (1,)})
+
+
+@pytest.mark.parametrize("budget, share", [(1, 0.5), (128, 0.5), (255, 0.5), (257, 0.75), (512, 0.75), (9999, 0.75)])
+def test_the_share_of_the_nearest_budget(budget, share):
+    assert SEARCHED.share_for(budget) == share
+    assert DustinProfile({1: (0,)}, {0: (1,)}, 0.625).share_for(budget) == 0.625
+
+
+def test_card_of_a_profile(tmp_path):
+    SEARCHED.save_pretrained(tmp_path)
+    card = (tmp_path / CARD_NAME).read_text()
+    _, header, body = card.split("---\n", 2)
+    fields = yaml.safe_load(header)
+    assert fields["base_model"] == ["Qwen/Qwen2.5-7B-Instruct"] and "speculative-decoding" in fields["tags"]
+    for line in [
+        "# Dustin profile of Qwen/Qwen2.5-7B-Instruct with /models/small",
+        "| target, last committed token | 17: 0, 3 |",
+        "| draft, lookahead | 9: 1; 4: 2, 5 |",
+        "| 128 | 0.500 |",
+        "| budget | hybrid | oracle | more |",
+        "| 128 | 0.9123 | 0.9300 |  |",
+        'dustin_hf.enable(target, profile="path/or/hub-id")',
+        "## Limits",
+        ' "date": "2026-01-02"',
+    ]:
+        assert line in body.split("\n")
+    plain_card = model_card(DustinProfile({1: (0,)}, {0: (1,)}))
+    assert "| any | 0.750 |" in plain_card and "recovery rate\n" not in plain_card and "base_model" not in plain_card
+
+
+def test_a_readme_of_others_stays(tmp_path):
+    card = tmp_path / CARD_NAME
+    SEARCHED.save_pretrained(tmp_path)
+    DustinProfile({3: (0,)}, {0: (1,)}).save_pretrained(tmp_path)
+    assert "3: 0" in card.read_text()
+    card.write_text("mine")
+    SEARCHED.save_pretrained(tmp_path)
+    assert card.read_text() == "mine" and DustinProfile.from_pretrained(tmp_path) == SEARCHED
+
+
+def test_push_to_the_hub(tmp_path, monkeypatch):
+    """A local folder stands in for the Hub."""
+    asked = []
+
+    def create(repo_id, **kwargs):
+        asked.append((repo_id, kwargs))
+        return SimpleNamespace(repo_id=f"someone/{repo_id}")
+
+    def upload(*, repo_id, folder_path, **kwargs):
+        asked.append((repo_id, kwargs))
+        shutil.copytree(folder_path, tmp_path / repo_id)
+        return SimpleNamespace(commit_url="https://hub/commit")
+
+    monkeypatch.setattr("huggingface_hub.create_repo", create)
+    monkeypatch.setattr("huggingface_hub.upload_folder", upload)
+    assert SEARCHED.push_to_hub("profile", private=True, token="t", revision="main") == "https://hub/commit"
+    assert asked == [
+        ("profile", {"private": True, "token": "t", "exist_ok": True}),
+        ("someone/profile", {"token": "t", "revision": "main", "commit_message": "Upload Dustin profile"}),
+    ]
+    pushed = tmp_path / "someone" / "profile"
+    assert DustinProfile.from_pretrained(pushed) == SEARCHED
+    assert 'profile="someone/profile"' in (pushed / CARD_NAME).read_text()
+
+
 @pytest.mark.parametrize(
     "changes, message",
     [
+        ({"draft_shares": {"512": 1.5}}, "`draft_shares` must map budgets to shares between 0 and 1"),
+        ({"draft_shares": {"0": 0.5}}, "`draft_shares`"),
+        ({"draft_shares": [0.5]}, "is not a Dustin profile"),
         ({"schema_version": 2}, "`schema_version` of a profile must be 1, got 2"),
         ({"draft_share": -0.1}, "`draft_share`"),
         ({"target_heads": {}}, "`target_heads` must name at least one head"),

@@ -1,6 +1,8 @@
-"""Recovery rates against hand computations, and recorded traces against a dense computation of the whole sequence."""
+"""Recovery rates against hand computations; traces against a dense computation, and the texts they are made of."""
 
 import errno
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from dustin_hf.profiling.recovery import (
     streaming_set,
     windowed_arr,
 )
+from dustin_hf.profiling.study import ProgressBars, validation_texts
 from dustin_hf.profiling.traces import TraceSet, TraceSettings, as_candidates, record, size_estimate
 from dustin_hf.testing import random_prompts, tiny_model
 
@@ -266,6 +269,9 @@ def test_tables_are_the_policies_over_windows_and_texts(tmp_path):
     table = policy_tables(Objective(found, [0, 1], 2, 3), [0], [0], {12: 5}, (0, 0, 0.75))["12"]
     for name, choose in {
         "hybrid": lambda s: hybrid_set(s.history([0]), s.lookahead([0]), s.lengths, 12, 5, 2, 3),
+        "history": lambda s: history_set(s.history([0]), s.lengths, 12, 2, 3),
+        "lookahead": lambda s: lookahead_set(s.lookahead([0]), s.lengths, 12, 2, 3),
+        "streaming": lambda s: streaming_set(s.lengths, 12, 2),
         "default": lambda s: hybrid_set(s.history([0]), s.lookahead([0]), s.lengths, 12, 9, 2, 3),
         "history_4": lambda s: history_set(s.history([0], 4), s.lengths, 12, 2, 3),
         "oracle": lambda s: oracle_set(s.truth(), s.lengths, 12),
@@ -282,3 +288,24 @@ def test_tables_are_the_policies_over_windows_and_texts(tmp_path):
 def test_candidates_are_named_once():
     assert as_candidates({2: (1,), 0: [3, 0]}, {2: (1,), 1: (0,)}) == ((0, (3, 0)), (2, (1,)), (1, (0,)))
     assert SCALE * 1.0 < torch.finfo(torch.float16).max
+
+
+def test_texts_of_the_data_set(monkeypatch):
+    rows = [{"context": "long", "query": "what?"}, {"messages": [{"role": "user", "content": "hi"}]}]
+    asked = []
+    library = SimpleNamespace(load_dataset=lambda *args, **kwargs: asked.append((args, kwargs)) or rows)
+    monkeypatch.setitem(sys.modules, "datasets", library)
+    assert list(validation_texts(limit=2).values()) == ["long\n\nwhat?", "hi"]
+    assert asked == [(("zai-org/LongReward-10k",), {"split": "sft[:2]"})]
+    rows[0] = {"idx": 3}
+    with pytest.raises(ValueError, match=r"has no text, its fields are \['idx'\]"):
+        validation_texts()
+
+
+def test_progress_bars(capsys):
+    bars = ProgressBars()
+    for step in [("traces", 0, 2), ("traces", 2, 2), ("search", 1, 3)]:
+        bars(*step)
+    bars.bar.close()
+    shown = capsys.readouterr().err
+    assert "traces" in shown and "2/2" in shown and "1/3" in shown

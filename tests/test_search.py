@@ -12,11 +12,11 @@ from transformers import PreTrainedTokenizerFast
 
 from dustin_hf import DustinProfile
 from dustin_hf.profile import CARD_NAME, PROFILE_NAME
+from dustin_hf.profiling import identify, traces
 from dustin_hf.profiling import search as search_module
-from dustin_hf.profiling import study as study_module
 from dustin_hf.profiling.recovery import SCALE, Objective, Prepared, Sample
 from dustin_hf.profiling.search import SearchSettings, brute_force, search
-from dustin_hf.profiling.study import ProgressBars, encode, profile_pair, validation_texts
+from dustin_hf.profiling.study import StudySettings, encode, profile_pair
 from dustin_hf.profiling.traces import TraceSettings
 from dustin_hf.testing import noisy_copy, tiny_model
 
@@ -66,11 +66,10 @@ def known_optimum(samples=3, windows=2):
     for seed in range(samples):
         places = torch.randperm(POSITIONS - 2, generator=torch.Generator().manual_seed(seed)) + 1
         a, b, c, junk = places[:4], places[4:7], places[7:8], places[8:16]
-        layers = torch.stack([marked(torch.cat([a, b, c]), 0.1), marked(torch.cat([a, b, c]), 0.05)])
-        truth.append(layers.expand(windows, -1, -1))
-        history.append(torch.stack([marked(junk), marked(a, 0.5, 0.001), marked(a[:2], 0.4)]).expand(windows, -1, -1))
-        lookahead.append(torch.stack([marked(c, 0.4), marked(junk, 0.001), marked(b, 0.5)]).expand(windows, -1, -1))
-    return MadeUp(truth, history, lookahead)
+        truth.append(torch.stack([marked(places[:8], 0.1), marked(places[:8], 0.05)]))
+        history.append(torch.stack([marked(junk), marked(a, 0.5, 0.001), marked(a[:2], 0.4)]))
+        lookahead.append(torch.stack([marked(c, 0.4), marked(junk, 0.001), marked(b, 0.5)]))
+    return MadeUp(*([x.expand(windows, -1, -1) for x in rows] for rows in (truth, history, lookahead)))
 
 
 def noise(seed, samples=3, windows=2, candidates=3):
@@ -107,21 +106,19 @@ def test_each_budget_has_its_own_split(tmp_path):
 
 def best_of_all(traces, settings, target, draft, budget, values=None):
     """ARR with the best of some values of m, or of all."""
-    objective = Objective(traces, range(len(traces)), settings.sinks, settings.window)
-    prepared = [objective.prepared(i) for i in objective.numbers]
+    prepared = list(map(Objective(traces, range(len(traces)), 1, 1).prepared, range(len(traces))))
     return max(
         sum(p.arr(p.sample.history(target), p.sample.lookahead(draft), budget, m) for p in prepared) / len(prepared)
         for m in (range(settings.most(budget) + 1) if values is None else values)
     )
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_greedy_rounds_take_the_best_by_hand(tmp_path, seed):
     """One layer of each is a plain maximum; and nothing beats brute force."""
     traces, settings = noise(seed), replace(SETTINGS, target_layers=1, draft_layers=1, trials=30)
     result = search(traces, tmp_path, settings)
-    objective = Objective(traces, range(3), 1, 1)
-    prepared = [objective.prepared(i) for i in range(3)]
+    prepared = list(map(Objective(traces, range(3), 1, 1).prepared, range(3)))
 
     def history_only(i):
         return sum(p.arr(p.sample.history([i]), p.sample.history([i]), 10, 0) for p in prepared)
@@ -142,7 +139,6 @@ def test_greedy_rounds_take_the_best_by_hand(tmp_path, seed):
 
 def test_a_layer_is_taken_once_and_only_open_candidates(tmp_path):
     candidates = ((0, (0,)), (1, (0,)), (1, (1,)))
-    traces = MadeUp(*([s.tensors[n] for s in noise(0).samples] for n in ("truth", "lookahead", "lookahead")))
     traces = MadeUp(
         [s.truth() for s in noise(0).samples],
         [s.tensors["history"][0].float() / SCALE for s in noise(0).samples],
@@ -155,7 +151,7 @@ def test_a_layer_is_taken_once_and_only_open_candidates(tmp_path):
     assert sorted(candidates[i][0] for i in result.draft) == [0, 1]
 
 
-@pytest.mark.parametrize("calls", [1, 7, 30, 61, 75, 80, 90, 101, 120])
+@pytest.mark.parametrize("calls", [1, 30, 75, 110, 117, 125])
 def test_a_search_goes_on_where_it_was_interrupted(tmp_path, monkeypatch, calls):
     """Killed anywhere, in the middle of a trial too: the same rounds, the same trials, the same m."""
     traces, settings = noise(5), replace(SETTINGS, budgets=(10, 6), target_layers=1, draft_layers=2, trials=14)
@@ -173,40 +169,38 @@ def test_a_search_goes_on_where_it_was_interrupted(tmp_path, monkeypatch, calls)
         with pytest.raises(KeyboardInterrupt):
             search(traces, tmp_path / "parts", settings)
     assert search(traces, tmp_path / "parts", settings) == whole
+    states = {state for trials in trials_of(tmp_path / "parts", failed=True).values() for _, state, _ in trials}
+    assert ("FAIL" in states) == (calls > 114)  # rounds take 108 calls, starts 6
     assert trials_of(tmp_path / "parts") == trials_of(tmp_path / "whole")
     monkeypatch.setattr(Prepared, "arr", None)  # all is known now, but for the signals
     assert search(traces, tmp_path / "parts", settings) == whole
 
 
-def trials_of(folder):
-    """m, state and steps of the finished trials of each budget."""
-    import optuna
-
+def trials_of(folder, failed=False):
+    """m, state and steps of the trials of each budget; of those that were interrupted only if asked for."""
     with search_module._storage(folder / "optuna.db") as storage:
         studies = {s.study_name: storage.get_all_trials(s._study_id) for s in storage.get_all_studies()}
     return {
-        name: [
-            (t.params["m"], t.state, t.intermediate_values) for t in trials if t.state != optuna.trial.TrialState.FAIL
-        ]
+        name: [(t.params["m"], t.state.name, t.intermediate_values) for t in trials if failed or t.state.name != "FAIL"]
         for name, trials in studies.items()
     }
 
 
 def test_bad_values_of_m_are_pruned(tmp_path):
     search(known_optimum(samples=6), tmp_path, SETTINGS)
-    states = [state.name for _, state, _ in trials_of(tmp_path)["budget 10"]]
+    states = [state for _, state, _ in trials_of(tmp_path)["budget 10"]]
     assert len(states) == 25 and states.count("PRUNED") > 2
 
 
 def test_another_search_in_the_folder_is_refused(tmp_path):
     search(noise(0), tmp_path, replace(SETTINGS, trials=2))
-    for traces, settings, numbers, what in [
+    for found, settings, numbers, what in [
         (noise(0), replace(SETTINGS, trials=3), None, "settings"),
         (noise(1), replace(SETTINGS, trials=2), None, "traces"),
         (noise(0), replace(SETTINGS, trials=2), [0, 1], "numbers"),
     ]:
         with pytest.raises(ValueError, match=rf"search.json is of a search with other \['{what}'\]"):
-            search(traces, tmp_path, settings, numbers)
+            search(found, tmp_path, settings, numbers)
 
 
 @pytest.mark.parametrize(
@@ -241,9 +235,9 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def study_pair():
-    target = tiny_model(seed=0, num_hidden_layers=3, max_position_embeddings=1024)
+    target = tiny_model(num_hidden_layers=3, max_position_embeddings=1024)
     target.generation_config.eos_token_id = None
-    return target, noisy_copy(tiny_model(seed=0, num_hidden_layers=3, max_position_embeddings=1024), 0.05)
+    return target, noisy_copy(target, 0.05)
 
 
 WORDS = "amber river stone window garden seven quiet market lantern winter copper bridge".split()
@@ -269,12 +263,15 @@ def test_a_study_makes_a_profile_and_a_report(whole, study_pair):
     profile, (target, draft) = whole.profile, study_pair
     assert DustinProfile.from_pretrained(whole.out) == profile
     profile.check_pair(target.config, draft.config)
-    assert len(profile.target_heads) == 1 and 1 <= len(profile.draft_heads) <= 2
     assert all(len(chosen) == 2 for chosen in [*profile.target_heads.values(), *profile.draft_heads.values()])
     assert profile.num_assistant_tokens == 3 and set(profile.draft_shares) == {24, 48}
     assert profile.draft_share == profile.share_for(64) == profile.draft_shares[48]
     report = json.loads((whole.out / "report.json").read_text())
     assert report["held_out"] == ["1.txt"] and report["searched"] == ["0.txt", "2.txt", "3.txt", "4.txt"]
+    for name in ("target", "draft"):
+        taken = [found["taken"] for found in report["rounds"] if found["model"] == name and found["taken"] is not None]
+        heads = {layer: tuple(chosen) for layer, chosen in (report["candidates"][name][i] for i in taken)}
+        assert getattr(profile, f"{name}_heads") == heads and len(heads) <= 2
     policies = ["hybrid", "history", "lookahead", "streaming", "default", "oracle", "oracle_per_layer", "history_4"]
     for budget in ("24", "48"):
         table = report["arr"][budget]
@@ -312,8 +309,8 @@ def test_a_study_goes_on_where_it_was_interrupted(whole, study_pair, tokenizer, 
 
 
 def test_a_finished_study_is_not_made_again(whole, study_pair, tokenizer, monkeypatch):
-    for module, name in ((study_module, "best_heads"), (search_module, "_round")):
-        monkeypatch.setattr(module, name, getattr(module, name) if name == "best_heads" else None)
+    for module, name in ((identify, "_score_sample"), (traces, "trace_sample"), (search_module, "_round")):
+        monkeypatch.setattr(module, name, None)
     assert run(study_pair, tokenizer, whole.out) == whole.profile
     for options, what in [({"trials": 6}, "settings"), ({"texts": {**TEXTS, "0.txt": "b" * 300}}, "texts")]:
         with pytest.raises(ValueError, match=rf"is the folder of a study with other \['{what}'\]"):
@@ -337,27 +334,16 @@ def test_texts_that_cannot_be_used(study_pair, tokenizer, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_what_is_missing_is_said_before_the_work(study_pair, tokenizer, tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match="do not share a tokenizer"):
+        run((study_pair[0], tiny_model(vocab_size=2000)), tokenizer, tmp_path / "out")
+    monkeypatch.setattr("dustin_hf.profiling.study.find_spec", lambda name: None)
+    with pytest.raises(ModuleNotFoundError, match=r"profiling needs optuna: pip install 'dustin_hf\[search\]'"):
+        run(study_pair, tokenizer, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_long_texts_lose_their_middle(tokenizer):
-    settings = study_module.StudySettings(max_context=7)
-    assert tokenizer.decode(encode(tokenizer, "abcdefghij", settings)).replace(" ", "") == "abcdhij"
-    assert len(encode(tokenizer, "abc", settings)) == 3
-
-
-def test_texts_of_the_data_set(monkeypatch):
-    rows = [{"context": "long", "query": "what?"}, {"messages": [{"role": "user", "content": "hi"}]}]
-    asked = []
-    monkeypatch.setattr("datasets.load_dataset", lambda *args, **kwargs: asked.append((args, kwargs)) or rows)
-    assert list(validation_texts(limit=2).values()) == ["long\n\nwhat?", "hi"]
-    assert asked == [(("zai-org/LongReward-10k",), {"split": "sft[:2]"})]
-    rows[0] = {"idx": 3}
-    with pytest.raises(ValueError, match=r"has no text, its fields are \['idx'\]"):
-        validation_texts()
-
-
-def test_progress_bars(capsys):
-    bars = ProgressBars()
-    for step in [("traces", 0, 2), ("traces", 2, 2), ("search", 1, 3)]:
-        bars(*step)
-    bars.bar.close()
-    shown = capsys.readouterr().err
-    assert "traces" in shown and "2/2" in shown and "1/3" in shown
+    assert encode(tokenizer, "abcdefghij", StudySettings(max_context=7)) == encode(
+        tokenizer, "abcdhij", StudySettings()
+    )

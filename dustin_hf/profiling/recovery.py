@@ -1,8 +1,8 @@
 """Attention recovery rates (paper equations 1 to 4) of sets of slots, and the sets that policies choose."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -10,7 +10,7 @@ from dustin_hf.drafting import streaming_slots
 from dustin_hf.kernels.topk_select import topk_select
 
 if TYPE_CHECKING:
-    from dustin_hf.profiling.traces import Candidate, TraceSettings
+    from dustin_hf.profiling.traces import Candidate, TraceSet, TraceSettings
 
 # Means of attention are stored in float16 times this: 11 bits of precision from 1.5e-8 on, far below 1 / context.
 SCALE = 4096.0
@@ -179,22 +179,85 @@ class Objective:
     counts, not only that of retrieval heads.
 
     Args:
-        samples: loads a sample by its number.
+        traces: recorded.
         numbers: samples that count; those without a window are left out.
-        sinks, window: protected tokens.
+        sinks: protected tokens at the start, counted in k.
+        window: protected tokens at the end, counted in k.
+        device: where sets are chosen.
+
+    Attributes:
+        longest: most committed tokens of any window.
+
+    Raises:
+        ValueError: if no sample has a window.
     """
 
-    def __init__(self, samples: Callable[[int], Sample], numbers: Iterable[int], sinks: int, window: int):
-        self.load, self.sinks, self.window = samples, sinks, window
-        self.numbers = [i for i in numbers if len(samples(i).lengths)]
+    def __init__(
+        self,
+        traces: "TraceSet",
+        numbers: Iterable[int],
+        sinks: int,
+        window: int,
+        device: torch.device | str = "cpu",
+    ):
+        self.traces, self.sinks, self.window, self.device = traces, sinks, window, device
+        lengths = {i: traces.sample(i).lengths for i in numbers}
+        self.numbers = [i for i, found in lengths.items() if len(found)]
         if not self.numbers:
-            raise ValueError("no sample has a window: every continuation ended before one was full")
-
-    def longest(self) -> int:
-        """Most committed tokens of any window."""
-        return max(int(self.load(i).lengths.max()) for i in self.numbers)
+            raise ValueError(
+                "no sample has a window, every continuation ended before one was full: take other texts, "
+                "or a smaller `window`"
+            )
+        self.longest = max(int(lengths[i].max()) for i in self.numbers)
 
     def prepared(self, number: int) -> Prepared:
         """One sample with its truth averaged."""
-        sample = self.load(number)
+        sample = self.traces.sample(number, self.device)
         return Prepared(sample, sample.truth().mean(1), sample.new_mass.mean(1), self.sinks, self.window)
+
+
+def policy_tables(
+    objective: Objective,
+    target: Sequence[int],
+    draft: Sequence[int],
+    splits: Mapping[int, int],
+    default: tuple[int, int, float],
+) -> dict[str, dict[str, dict[str, Any]]]:
+    """ARR of every policy with every budget: budget -> policy -> `arr`, `arr_committed`, `arr_per_layer`.
+
+    Args:
+        objective: the samples.
+        target: chosen target candidates.
+        draft: chosen draft candidates.
+        splits: m of each budget.
+        default: target candidate, draft candidate and share of the profile of pairs that were never searched.
+    """
+    totals: dict[str, dict[str, torch.Tensor]] = {str(k): {} for k in splits}  # [2, layers] for each policy
+    for number in objective.numbers:
+        sample = objective.traces.sample(number, objective.device)
+        truth, lengths = sample.truth(), sample.lengths
+        sinks, window = protected = objective.sinks, objective.window
+        history, lookahead = sample.history(target), sample.lookahead(draft)
+        stated = sample.history(default[:1]), sample.lookahead(default[1:2])
+        for k, m in splits.items():
+            sets = {
+                "hybrid": hybrid_set(history, lookahead, lengths, k, m, *protected),
+                "history": history_set(history, lengths, k, *protected),
+                "lookahead": lookahead_set(lookahead, lengths, k, *protected),
+                "streaming": streaming_set(lengths, k, sinks),
+                "default": hybrid_set(*stated, lengths, k, round(default[2] * k), *protected),
+                "oracle": oracle_set(truth, lengths, k),
+                "oracle_per_layer": oracle_set(truth, lengths, k, per_layer=True),
+            }
+            for delta in sample.settings.deltas[1:]:
+                sets[f"history_{delta}"] = history_set(sample.history(target, delta), lengths, k, sinks, window)
+            for name, slots in sets.items():
+                reached = [windowed_arr(truth, sample.new_mass, slots, new).double().mean(0) for new in (True, False)]
+                totals[str(k)][name] = totals[str(k)].get(name, 0) + torch.stack(reached) / len(objective.numbers)
+    return {
+        k: {
+            name: {"arr": float(x[0].mean()), "arr_committed": float(x[1].mean()), "arr_per_layer": x[0].tolist()}
+            for name, x in table.items()
+        }
+        for k, table in totals.items()
+    }

@@ -3,7 +3,7 @@
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -105,10 +105,10 @@ def search(
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     numbers = list(range(len(traces)) if numbers is None else numbers)
-    objective = Objective(lambda i: traces.sample(i, device), numbers, settings.sinks, settings.window)
-    if objective.longest() <= max(settings.budgets):
+    objective = Objective(traces, numbers, settings.sinks, settings.window, device)
+    if objective.longest <= max(settings.budgets):
         raise ValueError(
-            f"the longest context has {objective.longest()} tokens, so a budget of {max(settings.budgets)} keeps all "
+            f"the longest context has {objective.longest} tokens, so a budget of {max(settings.budgets)} keeps all "
             "of them and there is nothing to choose: take longer texts or smaller `budgets`"
         )
     about = {"settings": asdict(settings), "traces": _digest(traces.index), "numbers": numbers}
@@ -147,7 +147,7 @@ def _greedy(
         if not left:
             break
 
-        def measure(left: list[int] = left) -> dict[str, Any]:
+        def measure(left: list[int] = left, best: float = best) -> dict[str, Any]:
             scores = _round(model, chosen, left, result.target, settings, objective, progress)
             top = max(left, key=lambda i: (scores[i], -i))
             taken = top if scores[top] > best + (settings.min_gain if chosen else 0) else None
@@ -196,21 +196,25 @@ class _Signals:
     def __init__(self, objective: Objective, target: tuple[int, ...], draft: tuple[int, ...]):
         self.objective, self.target, self.draft = objective, target, draft
         self.held: dict[int, tuple[Prepared, torch.Tensor, torch.Tensor]] = {}
+        self.known: dict[tuple[int, int], list[float]] = {}
 
     def running_means(self, k: int, m: int) -> Iterator[float]:
         """ARR over the first sample, the first two, and so on."""
-        total = 0.0
-        for count, number in enumerate(self.objective.numbers, 1):
-            if number not in self.held:
-                prepared = self.objective.prepared(number)
-                sample = prepared.sample
-                # what `arr` needs of the sample, without the candidates that were not chosen
-                light = Sample(sample.settings, {"lengths": sample.lengths.clone()})
-                prepared = Prepared(light, prepared.truth, prepared.new_mass, prepared.sinks, prepared.window)
-                self.held[number] = prepared, sample.history(self.target), sample.lookahead(self.draft)
-            prepared, history, lookahead = self.held[number]
-            total += prepared.arr(history, lookahead, k, m)
-            yield total / count
+        known = self.known.setdefault((k, m), [])  # samplers ask for a good m more than once
+        for i, number in enumerate(self.objective.numbers):
+            if i == len(known):
+                prepared, history, lookahead = self._signals_of(number)
+                known.append(prepared.arr(history, lookahead, k, m))
+            yield sum(known[: i + 1]) / (i + 1)
+
+    def _signals_of(self, number: int) -> tuple[Prepared, torch.Tensor, torch.Tensor]:
+        if number not in self.held:
+            full = self.objective.prepared(number)
+            # without the candidates that were not chosen
+            light = Sample(full.sample.settings, {"lengths": full.sample.lengths.clone()})
+            prepared = Prepared(light, full.truth, full.new_mass, full.sinks, full.window)
+            self.held[number] = prepared, full.sample.history(self.target), full.sample.lookahead(self.draft)
+        return self.held[number]
 
 
 def _tune(
@@ -220,7 +224,7 @@ def _tune(
     import optuna
 
     states, most = optuna.trial.TrialState, settings.most(budget)
-    space = {"m": optuna.distributions.IntDistribution(0, most)}
+    space: dict[str, Any] = {"m": optuna.distributions.IntDistribution(0, most)}
     # neither signal alone, nor what fits most pairs (ours: 0.75 k), shall be better than what is found
     starts = list(dict.fromkeys([0, min(round(0.75 * budget), most), most]))
     study = optuna.create_study(
@@ -308,7 +312,7 @@ def brute_force(
     For tests: the cost grows with the binomials of the candidates. Equal ones by fewer candidates, then by number.
     """
     numbers = range(len(traces)) if numbers is None else numbers
-    objective = Objective(traces.sample, numbers, settings.sinks, settings.window)
+    objective = Objective(traces, numbers, settings.sinks, settings.window)
     subsets: list[list[tuple[int, ...]]] = []
     for model, most in (("target", settings.target_layers), ("draft", settings.draft_layers)):
         open_ones = getattr(settings, model)

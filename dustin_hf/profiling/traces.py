@@ -5,7 +5,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -130,7 +130,8 @@ def record(
         RuntimeError: if the disk has not enough room. What is finished stays, and is not made again.
     """
     folder = Path(folder)
-    check_lengths(target, draft, [len(ids) for ids in prompts], settings)
+    lengths = {f"prompt {i}": len(ids) for i, ids in enumerate(prompts)}
+    check_lengths(target, draft, lengths, settings.new_tokens, max(settings.deltas) + 1)
     index: dict[str, Any] = {
         "settings": json.loads(json.dumps(asdict(settings))),
         "models": {"target": fingerprint(target), "draft": fingerprint(draft)},
@@ -171,19 +172,18 @@ def size_estimate(target: "PreTrainedModel", lengths: Iterable[int], settings: T
 
 
 def check_lengths(
-    target: "PreTrainedModel", draft: "PreTrainedModel", lengths: Iterable[int], settings: TraceSettings
+    target: "PreTrainedModel", draft: "PreTrainedModel", lengths: Mapping[str, int], new_tokens: int, shortest: int = 2
 ) -> None:
-    """Raise `ValueError` unless both models have room for every prompt and its continuation."""
-    shortest = max(settings.deltas) + 1
-    for i, length in enumerate(lengths):
+    """Raise `ValueError` unless both models have room for every prompt (by name) and its continuation."""
+    for prompt, length in lengths.items():
         if length < shortest:
-            raise ValueError(f"prompt {i} has {length} tokens; histories need at least {shortest}: leave it out")
+            raise ValueError(f"{prompt} has {length} tokens; histories need at least {shortest}: leave it out")
         for name, model in (("target", target), ("draft", draft)):
             limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-            if limit is not None and length + settings.new_tokens > limit:
+            if limit is not None and length + new_tokens > limit:
                 raise ValueError(
-                    f"prompt {i} has {length} tokens, with {settings.new_tokens} new ones more than the {limit} "
-                    f"positions of the {name}: cut it (`max_context`), or configure the model for longer contexts"
+                    f"{prompt} has {length} tokens, with {new_tokens} new ones more than the {limit} positions of the "
+                    f"{name}: cut it (`max_context`), or configure the model for longer contexts"
                 )
 
 
@@ -254,6 +254,8 @@ def _draft_windows(
 ) -> torch.Tensor:
     """Lookahead of each window: the draft's queries at its positions, each over the committed tokens alone."""
     heads = {layer: all_heads(model)[layer] for layer, _ in settings.draft}
+    # the target may have a larger padding of the vocabulary
+    sequence = sequence.clamp(max=model.config.get_text_config(decoder=True).vocab_size - 1)
     width = starts[-1] if starts else 0
     lookahead = torch.zeros(len(starts), len(settings.draft), width, dtype=torch.float16)
     if starts:

@@ -1,0 +1,278 @@
+"""The commands `dustin-hf profile` and `dustin-hf fidelity`."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+if TYPE_CHECKING:
+    from typer import Typer
+
+# What `profile --quick` takes instead of the defaults: minutes with a small pair on a CPU, and a rough answer.
+QUICK = {"new_tokens": 32, "needle_lengths": (512,), "trials": 10, "max_context": 2048}
+QUICK_TEXTS = 4
+EXTRAS = {"matplotlib": "eval", "optuna": "search", "datasets": "search", "rich": "bench"}
+
+
+def add_commands(commands: "Typer") -> None:
+    """Register both commands."""
+    import typer
+
+    device_help = "torch device. Default: cuda where there is one, else cpu."
+
+    @commands.command()
+    def profile(
+        target: Annotated[str, typer.Option(help="Folder or Hub id.")],
+        draft: Annotated[str, typer.Option(help="Folder or Hub id, of the same tokenizer.")],
+        out: Annotated[Path, typer.Option(help="Folder of the study; one that was interrupted goes on.")],
+        texts: Annotated[
+            Path | None,
+            typer.Option(
+                help="Folder or file: .txt, .txt.gz, .jsonl. Default: LongReward-10k, which is downloaded; "
+                "with --quick four book excerpts."
+            ),
+        ] = None,
+        samples: Annotated[int | None, typer.Option(min=2, help="Most texts. Default: all of --texts, or 32.")] = None,
+        budget: Annotated[
+            list[int] | None,
+            typer.Option(help="Cached tokens that verification attends to; repeatable. Default: 128, 256, 512."),
+        ] = None,
+        gamma: Annotated[int, typer.Option(min=1, help="Drafted tokens per step.")] = 4,
+        max_context: Annotated[
+            int | None, typer.Option(min=2, help="Tokens that longer texts are cut to. Default: they are an error.")
+        ] = None,
+        new_tokens: Annotated[
+            int | None, typer.Option(min=1, help="Tokens of each continuation. Default: 128.")
+        ] = None,
+        trials: Annotated[int | None, typer.Option(min=1, help="Tried splits per budget. Default: 40.")] = None,
+        chat: Annotated[bool, typer.Option("--chat", help="Give each text as a user's message.")] = False,
+        quick: Annotated[
+            bool, typer.Option("--quick", help="Few short texts and trials; what else is given still counts.")
+        ] = False,
+        plots: Annotated[Path | None, typer.Option(help="Folder for figures (needs matplotlib).")] = None,
+        device: Annotated[str | None, typer.Option(help=device_help)] = None,
+    ) -> None:
+        """Find which heads of a pair estimate attention, and how to split the budget: a profile, and a report."""
+        with one_line_errors():
+            from dustin_hf.eval.efficiency.texts import load_pair
+            from dustin_hf.profiling.needles import BUILT_IN
+            from dustin_hf.profiling.plots import plot_study
+            from dustin_hf.profiling.study import profile_pair, validation_texts
+
+            needs("optuna")
+            if plots is not None:
+                needs("matplotlib")
+            options: dict[str, Any] = dict(QUICK) if quick else {}
+            given = {"max_context": max_context, "new_tokens": new_tokens, "trials": trials}
+            options.update({name: value for name, value in given.items() if value is not None}, chat=chat)
+            if quick:
+                texts, samples = texts or BUILT_IN, samples or QUICK_TEXTS
+            found_texts = validation_texts(texts, samples)
+            models = load_pair(target, draft, _device(device))
+            with bars() as progress:
+                found = profile_pair(
+                    *models,
+                    found_texts,
+                    out,
+                    budgets=budget or (128, 256, 512),
+                    gamma=gamma,
+                    progress=progress,
+                    **options,
+                )
+            typer.echo(f"target heads {found.target_heads}\ndraft heads {found.draft_heads}")
+            typer.echo(f"draft share {found.draft_share:.3f}\nprofile and report are in {out}")
+            if plots is not None:
+                _say_drawn(plot_study(out, plots), plots)
+
+    @commands.command()
+    def fidelity(
+        target: Annotated[str, typer.Option(help="Folder or Hub id.")],
+        draft: Annotated[str, typer.Option(help="Folder or Hub id, of the same tokenizer; may be the target's.")],
+        texts: Annotated[
+            Path | None, typer.Option(help="Folder or file: .txt, .txt.gz, .jsonl. Default: four book excerpts.")
+        ] = None,
+        profile: Annotated[str | None, typer.Option(help="Folder, file or Hub id. Default: an untuned one.")] = None,
+        budget: Annotated[
+            list[int] | None,
+            typer.Option(help="Cached tokens that verification attends to; repeatable. Default: 128, 512."),
+        ] = None,
+        mode: Annotated[
+            list[str] | None,
+            typer.Option(
+                help="hybrid, target, draft, streaming, oracle, oracle-layers, full, or a registered policy; "
+                "repeatable. Default: the first five."
+            ),
+        ] = None,
+        context: Annotated[int, typer.Option(min=1, help="Tokens of each context.")] = 2048,
+        samples: Annotated[int, typer.Option(min=1, help="Contexts, taken from all texts in turn.")] = 4,
+        new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each continuation.")] = 128,
+        gamma: Annotated[int, typer.Option(min=1, help="Tokens that are verified at once.")] = 4,
+        batch: Annotated[int, typer.Option(min=1, help="Contexts that are run at once.")] = 1,
+        out: Annotated[Path | None, typer.Option(help="JSON file for the result.")] = None,
+        force: Annotated[bool, typer.Option("--force", help="Overwrite that file.")] = False,
+        plots: Annotated[Path | None, typer.Option(help="Folder for figures (needs --out and matplotlib).")] = None,
+        device: Annotated[str | None, typer.Option(help=device_help)] = None,
+    ) -> None:
+        """Replay continuations of the full cache under sparse verification: agreement, KL, attention recovery."""
+        with one_line_errors():
+            from dustin_hf.eval.efficiency.cli import command_line
+            from dustin_hf.eval.efficiency.record import check_free, conditions, save
+            from dustin_hf.eval.efficiency.texts import load_pair
+            from dustin_hf.eval.fidelity import measure
+            from dustin_hf.eval.fidelity.policies import check_arms
+            from dustin_hf.profiling.needles import read_texts
+            from dustin_hf.profiling.plots import plot_fidelity
+
+            if plots is not None:
+                needs("matplotlib")
+                if out is None:
+                    raise ValueError("--plots draws what --out holds: give both")
+            if out is not None:
+                check_free(out, force)
+            budgets, modes = budget or (128, 512), mode or measure.MODES
+            check_arms(modes, budgets, measure.SINKS, measure.WINDOW)  # before models are loaded
+            found_texts = read_texts(texts)
+            loaded = None if profile is None else _profile(profile)
+            first, second, tokenizer = load_pair(target, draft, _device(device))
+            contexts = cut(found_texts, tokenizer, context, samples)
+            with bars() as progress:
+                result = measure.fidelity(
+                    first,
+                    second,
+                    contexts,
+                    loaded,
+                    budgets,
+                    modes,
+                    new_tokens,
+                    gamma=gamma,
+                    batch_size=batch,
+                    progress=progress,
+                )
+            if out is not None:
+                save(out, {"conditions": conditions(command_line()), **result}, force)
+            _report(result)
+            if plots is not None and out is not None:
+                _say_drawn(plot_fidelity(out, plots), plots)
+
+
+def cut(texts: Mapping[str, str], tokenizer: Any, context: int, samples: int) -> dict[str, list[int]]:
+    """Contexts of `context` tokens by name, from all texts in turn, none overlapping another.
+
+    Raises:
+        ValueError: if the texts are too short.
+    """
+    from dustin_hf.eval.efficiency.texts import cut_prompts
+
+    rows = tokenizer(list(texts.values()), add_special_tokens=False, verbose=False)["input_ids"]
+    found = sum(len(row) // context for row in rows)
+    if found < samples:
+        raise ValueError(
+            f"--texts hold {found} contexts of {context:,} tokens, {samples} are asked for: give more or longer texts, "
+            "or lower --context or --samples"
+        )
+    prompts = cut_prompts(dict(zip(texts, rows)), [context] * samples)
+    return {f"{prompt.source}@{prompt.start}": prompt.tokens for prompt in prompts}
+
+
+def needs(library: str) -> None:
+    """Raise `ModuleNotFoundError` unless an extra's library is there, before hours are spent."""
+    from importlib.util import find_spec
+
+    if find_spec(library) is None:
+        raise ModuleNotFoundError(f"No module named {library!r}", name=library)
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """As `errors_end_it`; also for unsupported models, full disks, and extras that are not installed."""
+    from dustin_hf.cli import errors_end_it
+    from dustin_hf.model_patches.families import UnsupportedModelError
+
+    with errors_end_it():
+        try:
+            yield
+        except ModuleNotFoundError as error:
+            if error.name not in EXTRAS:
+                raise
+            raise ValueError(f"this needs {error.name}: pip install 'dustin_hf[{EXTRAS[error.name]}]'") from error
+        except UnsupportedModelError as error:
+            raise ValueError(str(error)) from error
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise ValueError(str(error).splitlines()[0]) from error
+        except RuntimeError as error:
+            if not isinstance(error.__cause__, OSError):  # a full disk, in words
+                raise
+            raise ValueError(str(error)) from error
+
+
+@contextmanager
+def bars() -> Iterator[Callable[[str, int, int], None]]:
+    """Progress bars on stderr, one for each phase, moved by `progress(phase, done, total)`."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=Console(stderr=True)) as shown:
+        tasks: dict[str, Any] = {}
+
+        def progress(phase: str, done: int, total: int) -> None:
+            for name, task in tasks.items():
+                if name != phase:  # the phase before is over
+                    shown.update(task, completed=shown.tasks[task].total)
+            if phase not in tasks:
+                tasks[phase] = shown.add_task(phase)
+            shown.update(tasks[phase], completed=done, total=total)
+
+        yield progress
+        for task in tasks.values():
+            shown.update(task, completed=shown.tasks[task].total)
+
+
+def _profile(name: str) -> Any:
+    """The profile of that name, with an error that names the option."""
+    from dustin_hf.profile import DustinProfile
+
+    try:
+        return DustinProfile.from_pretrained(name)
+    except OSError as error:
+        raise FileNotFoundError(f"--profile {name}: {str(error).splitlines()[0]}") from error
+
+
+def _device(given: str | None) -> str:
+    import torch
+
+    return given or ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _report(result: Mapping[str, Any]) -> None:
+    """Print means as a table."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("mode", "budget", "agreement", "KL", "ARR", "ARR, committed", box=box.ROUNDED)
+    for row in result["results"]:
+        figures = (
+            "-" if row[name] is None else f"{row[name]:.4f}" for name in ("agreement", "kl", "arr", "arr_committed")
+        )
+        table.add_row(row["mode"], "-" if row["budget"] is None else str(row["budget"]), *figures)
+    console = Console()
+    console.print(table)
+    correlation = result["pearson"]["runs"]["arr"]
+    if correlation is not None:
+        console.print(f"Pearson correlation of KL and ARR over runs: {correlation:.3f}")
+
+
+def _say_drawn(paths: Sequence[Path], folder: Path) -> None:
+    import typer
+
+    typer.echo(f"{len(paths)} figures are in {folder}")

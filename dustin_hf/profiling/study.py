@@ -1,0 +1,334 @@
+"""profile_pair: from two models and texts to a DustinProfile and a report, in a folder that can be interrupted."""
+
+import hashlib
+import json
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers.utils import logging
+from transformers.utils.logging import tqdm
+
+import dustin_hf
+from dustin_hf.forward import input_device
+from dustin_hf.profile import DustinProfile, Heads, config_hash
+from dustin_hf.profiling.identify import best_heads, score_heads
+from dustin_hf.profiling.needles import needle_samples, read_texts
+from dustin_hf.profiling.recovery import Objective, policy_tables
+from dustin_hf.profiling.search import SearchSettings, search
+from dustin_hf.profiling.traces import (
+    Candidate,
+    Progress,
+    TraceSettings,
+    as_candidates,
+    check_lengths,
+    fingerprint,
+    record,
+    size_estimate,
+    write_file,
+)
+from dustin_hf.validation import check_pair
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+logger = logging.get_logger(__name__)
+
+DATASET = "zai-org/LongReward-10k"
+REPORT_NAME, STUDY_NAME = "report.json", "study.json"
+DEFINITION = (
+    "arr: share of the attention of all heads, over the full cache, that verification sees, the window's own tokens "
+    "included (paper equations 1 and 2; mean over heads, layers, windows, then texts). arr_committed: the share of the "
+    "attention on committed tokens that is kept, the window's own tokens left out of both sides."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StudySettings:
+    """What is identified, recorded and searched.
+
+    Args:
+        budgets: k; each gets an m of its own.
+        gamma: drafted tokens per step, and tokens of a window.
+        heads_per_layer: query heads of a candidate layer, the best retrievers of it (4 give the paper's 4 target heads
+            in one layer and 12 draft heads in three).
+        target_layers, draft_layers, min_gain, trials, seed, sinks, window: see `SearchSettings`.
+        new_tokens, stride, deltas: see `TraceSettings`.
+        needle_lengths: tokens of the samples that heads are identified on; those beyond a model's limit are left out.
+        max_context: longer texts lose their middle, so that a question at the end stays. Default: they are an error.
+        chat: give each text as a user's message, by the tokenizer's chat template.
+    """
+
+    budgets: tuple[int, ...] = (128, 256, 512)
+    gamma: int = 4
+    heads_per_layer: int = 4
+    target_layers: int = 1
+    draft_layers: int = 3
+    min_gain: float = 0.0
+    trials: int = 40
+    seed: int = 0
+    sinks: int = 4
+    window: int = 16
+    new_tokens: int = 128
+    stride: int | None = None
+    deltas: tuple[int, ...] = (1,)
+    needle_lengths: tuple[int, ...] = (1024, 4096, 8192)
+    max_context: int | None = None
+    chat: bool = False
+
+    def traces(self, target: tuple[Candidate, ...], draft: tuple[Candidate, ...]) -> TraceSettings:
+        """What is recorded."""
+        return TraceSettings(target, draft, self.gamma, self.new_tokens, self.stride, self.deltas)
+
+    def search(self, target: int, draft: int) -> SearchSettings:
+        """What is searched: the first so many candidates of each model."""
+        return SearchSettings(
+            budgets=self.budgets,
+            target_layers=self.target_layers,
+            draft_layers=self.draft_layers,
+            min_gain=self.min_gain,
+            sinks=self.sinks,
+            window=self.window,
+            trials=self.trials,
+            seed=self.seed,
+            target=tuple(range(target)),
+            draft=tuple(range(draft)),
+        )
+
+
+class ProgressBars:
+    """A progress bar for each phase."""
+
+    def __init__(self) -> None:
+        self.phase = ""
+        self.bar: Any = None
+
+    def __call__(self, phase: str, done: int, total: int) -> None:
+        if phase != self.phase:
+            if self.bar is not None:
+                self.bar.close()
+            self.phase, self.bar = phase, tqdm(total=total, desc=phase)
+        self.bar.update(done - self.bar.n)
+
+
+def validation_texts(source: str | Path | None = None, limit: int | None = None) -> dict[str, str]:
+    """Texts by name: of a folder or JSONL file (`read_texts`), or of zai-org/LongReward-10k through `datasets`.
+
+    Args:
+        source: folder or file. Default: the data set, which has to be downloaded or in the cache.
+        limit: most texts; of the data set 32 by default.
+    """
+    if source is not None:
+        return dict(list(read_texts(source).items())[:limit])
+    from datasets import load_dataset
+
+    limit = 32 if limit is None else limit
+    return {f"{DATASET}:{i}": _text_of(row) for i, row in enumerate(load_dataset(DATASET, split=f"sft[:{limit}]"))}
+
+
+def _text_of(row: Mapping[str, Any]) -> str:
+    """Context and question of a row."""
+    if "messages" in row:
+        return row["messages"][0]["content"]
+    parts = [row[name] for name in ("context", "text", "prompt", "query", "question") if row.get(name)]
+    if not parts:
+        raise ValueError(f"a row of the data set has no text, its fields are {sorted(row)}")
+    return "\n\n".join(parts)
+
+
+def profile_pair(
+    target: "PreTrainedModel",
+    draft: "PreTrainedModel",
+    tokenizer: "PreTrainedTokenizerBase",
+    texts: Mapping[str, str] | Sequence[str] | str | Path | None,
+    out: str | Path,
+    budgets: Sequence[int] = (128, 256, 512),
+    gamma: int = 4,
+    progress: Progress | None = None,
+    **options: Any,
+) -> DustinProfile:
+    """Find the profile of a pair: identify retrieval heads, record traces, search, report on held-out texts.
+
+    Every fourth text, from the second on, is held out of the search. `out` keeps the results of all phases: called
+    again with the same arguments, after an interruption at any point, it goes on there and ends in the same profile.
+    It gets `dustin_profile.json` with its card, and `report.json`.
+
+    Args:
+        target: the target.
+        draft: of the same tokenizer.
+        tokenizer: of both.
+        texts: at least two texts, by name or not; or a source of `validation_texts`. Heads are identified in them too.
+        out: folder of the study, made if absent.
+        budgets: k; each gets an m of its own.
+        gamma: drafted tokens per step.
+        progress: called with the phase, and how much of it is done. Default: progress bars.
+        options: fields of `StudySettings`.
+
+    Raises:
+        ModuleNotFoundError: without optuna.
+        UnsupportedModelError: if an architecture is not supported.
+        ValueError: on models that do not fit together; on texts that cannot be read, are too long for a model, or too
+            few; on a folder of another study.
+        RuntimeError: if the disk is full.
+    """
+    if find_spec("optuna") is None:  # now, not after hours of recording
+        raise ModuleNotFoundError("profiling needs optuna: pip install 'dustin_hf[search]'", name="optuna")
+    check_pair(target, draft)
+    settings = StudySettings(budgets=tuple(budgets), gamma=gamma, **options)
+    out, progress = Path(out), ProgressBars() if progress is None else progress
+    if texts is None or isinstance(texts, str | Path):
+        texts = validation_texts(texts)
+    if not isinstance(texts, Mapping):
+        texts = {f"number {i}": text for i, text in enumerate(texts)}
+    if len(texts) < 2:
+        raise ValueError(f"`texts` must be at least two, one of them is held out of the search, got {len(texts)}")
+    prompts = {name: encode(tokenizer, text, settings) for name, text in texts.items()}
+    lengths = {f"text {name!r}": len(ids) for name, ids in prompts.items()}
+    check_lengths(target, draft, lengths, settings.new_tokens, max(settings.deltas) + 1)
+    configs = [model.config.get_text_config(decoder=True) for model in (target, draft)]
+    default = DustinProfile.default(*configs)
+
+    out.mkdir(parents=True, exist_ok=True)
+    date = _begin(out, settings, prompts, target, draft)
+    target_heads = _identify("target", target, tokenizer, texts, out, settings, progress)
+    draft_heads = _identify("draft", draft, tokenizer, texts, out, settings, progress)
+    # the default's heads are recorded as well, to be compared with
+    trace_settings = settings.traces(
+        as_candidates(target_heads, default.target_heads), as_candidates(draft_heads, default.draft_heads)
+    )
+    size = size_estimate(target, lengths.values(), trace_settings)
+    logger.info("the traces take up to %.2f GB in %s", size / 1e9, out)
+    traces = record(target, draft, list(prompts.values()), out / "traces", trace_settings, progress)
+
+    numbers = range(len(prompts))
+    held_out, searched = [i for i in numbers if i % 4 == 1], [i for i in numbers if i % 4 != 1]
+    search_settings = settings.search(len(as_candidates(target_heads)), len(as_candidates(draft_heads)))
+    # before the search, which is long: texts held out need windows too
+    device = input_device(target)
+    objective = Objective(traces, held_out, settings.sinks, settings.window, device)
+    result = search(traces, out, search_settings, searched, device, progress)
+    stated = [
+        getattr(trace_settings, name).index(as_candidates(heads)[0])
+        for name, heads in (("target", default.target_heads), ("draft", default.draft_heads))
+    ]
+    tables = policy_tables(
+        objective, result.target, result.draft, result.splits, (stated[0], stated[1], default.draft_share)
+    )
+    metadata = {
+        "target": fingerprint(target),
+        "draft": fingerprint(draft),
+        "arr": _column(tables, "arr"),
+        "arr_committed": _column(tables, "arr_committed"),
+        "calibration": {
+            "texts": len(prompts),
+            "held_out": len(objective.numbers),
+            "tokens": sum(lengths.values()),
+            "longest": max(lengths.values()),
+            "sources": list(prompts)[:64],
+            **{name: asdict(settings)[name] for name in ("new_tokens", "needle_lengths", "sinks", "window", "seed")},
+        },
+        "versions": _versions(),
+        "date": date,
+    }
+    shares = {k: m / k for k, m in result.splits.items()}
+    profile = DustinProfile(
+        target_heads=dict(trace_settings.target[i] for i in result.target),
+        draft_heads=dict(trace_settings.draft[i] for i in result.draft),
+        draft_share=shares[max(shares)],
+        num_assistant_tokens=gamma,
+        target_hash=config_hash(configs[0]),
+        draft_hash=config_hash(configs[1]),
+        draft_shares=shares,
+        metadata=json.loads(json.dumps(metadata)),
+    )
+    report = {
+        "definition": DEFINITION,
+        "settings": asdict(settings),
+        "searched": [list(prompts)[i] for i in searched],
+        "held_out": [list(prompts)[i] for i in held_out],
+        "arr": tables,
+        "new_mass": _new_mass(objective),
+        "searched_arr": result.arr,
+        "rounds": result.rounds,
+        "candidates": {name: getattr(trace_settings, name) for name in ("target", "draft")},
+        "profile": profile.to_dict(),
+    }
+    write_file(out / REPORT_NAME, json.dumps(report, indent=1).encode())
+    profile.save_pretrained(out)
+    return profile
+
+
+def encode(tokenizer: "PreTrainedTokenizerBase", text: str, settings: StudySettings) -> list[int]:
+    """Token ids of a prompt, at most `max_context` of them."""
+
+    def ids_of(text: str) -> list[int]:
+        if settings.chat:
+            message = [{"role": "user", "content": text}]
+            return list(tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False))
+        return list(tokenizer(text, verbose=False)["input_ids"])
+
+    ids, limit = ids_of(text), settings.max_context
+    if limit is None or len(ids) <= limit:
+        return ids
+    # the middle goes, so that what a template or a tokenizer adds to both ends stays
+    return ids[: limit - limit // 2] + ids[len(ids) - limit // 2 :]
+
+
+def _begin(out: Path, settings: StudySettings, prompts: Mapping[str, list[int]], *models: "PreTrainedModel") -> str:
+    """The date on which this study began; refuses a folder of another one."""
+    about = {
+        "settings": json.loads(json.dumps(asdict(settings))),
+        "texts": hashlib.sha256(json.dumps(list(prompts.items())).encode()).hexdigest()[:16],
+        "models": [fingerprint(model) for model in models],
+    }
+    path = out / STUDY_NAME
+    if path.is_file():
+        held = json.loads(path.read_text())
+        different = [name for name in about if held.get(name) != about[name]]
+        if different:
+            raise ValueError(f"{out} is the folder of a study with other {different}: use another, or remove it")
+        return held["date"]
+    date = datetime.now(timezone.utc).strftime("%Y-%m-%d")
+    write_file(path, json.dumps({**about, "date": date}, indent=1).encode())
+    return date
+
+
+def _identify(
+    name: str,
+    model: "PreTrainedModel",
+    tokenizer: "PreTrainedTokenizerBase",
+    texts: Mapping[str, str],
+    out: Path,
+    settings: StudySettings,
+    progress: Progress,
+) -> Heads:
+    """The best retrievers of each layer; scores of finished samples are kept in the folder."""
+    config = model.config.get_text_config(decoder=True)
+    lengths = [n for n in settings.needle_lengths if n <= config.max_position_embeddings]
+    samples = needle_samples(texts, tokenizer, lengths, seed=settings.seed)
+    progress(f"{name} heads", 0, len(samples))
+    scores = score_heads(
+        model, samples, lambda done, total: progress(f"{name} heads", done, total), out / f"{name}_heads.safetensors"
+    )
+    return best_heads(scores, settings.heads_per_layer)
+
+
+def _column(tables: Mapping[str, Mapping[str, Any]], name: str) -> dict[str, dict[str, float]]:
+    return {k: {policy: round(row[name], 5) for policy, row in table.items()} for k, table in tables.items()}
+
+
+def _new_mass(objective: Objective) -> list[float]:
+    """Attention of each layer on a window's own tokens."""
+    means = [objective.traces.sample(i).new_mass.double().mean(0) for i in objective.numbers]
+    return torch.stack(means).mean(0).tolist()
+
+
+def _versions() -> dict[str, str]:
+    found = {name: version(name) for name in ("torch", "transformers", "optuna")}
+    return {"dustin_hf": dustin_hf.__version__, **found, "python": platform.python_version()}
