@@ -50,6 +50,27 @@ class DraftView:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftRequest:
+    """Where the rows stand when drafts are wanted.
+
+    Args:
+        sequences: left-padded tokens, `[B, W + gamma]` at least; drafts are written from `first[b]` on.
+        first: first free column of each row, `[B]`.
+        columns: the same as Python ints, where processors need them.
+        lengths: tokens of each row in the target's cache, `[B]`: all but the last one.
+        gamma: tokens to draft, at least 1.
+        view: what a sparse draft cache attends to; None for the whole row.
+    """
+
+    sequences: torch.Tensor
+    first: torch.Tensor
+    columns: list[int] | None
+    lengths: torch.Tensor
+    gamma: int
+    view: DraftView | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Draft:
     """A proposal.
 
@@ -78,25 +99,8 @@ class Proposer(ABC):
     cache: DustinCache
 
     @abstractmethod
-    def propose(
-        self,
-        sequences: torch.Tensor,
-        first: torch.Tensor,
-        columns: list[int] | None,
-        lengths: torch.Tensor,
-        gamma: int,
-        view: DraftView | None = None,
-    ) -> Draft:
-        """Draft up to `gamma` tokens for every row.
-
-        Args:
-            sequences: left-padded tokens, `[B, W + gamma]` at least; drafts are written from `first[b]` on.
-            first: first free column of each row, `[B]`.
-            columns: the same as Python ints, where processors need them.
-            lengths: tokens of each row in the target's cache, `[B]`: all but the last one.
-            gamma: tokens to draft, at least 1.
-            view: what a sparse draft cache attends to; None for the whole row.
-        """
+    def propose(self, at: DraftRequest) -> Draft:
+        """Draft up to `at.gamma` tokens for every row, and write them into `at.sequences`."""
 
     def choose_view(self, scores: torch.Tensor, lengths: torch.Tensor) -> DraftView | None:
         """What the drafts of the next step attend to, from the draft's scores `[B, T]`; None unless they are sparse."""
@@ -154,15 +158,8 @@ class ModelProposer(Proposer):
         self.limit, self.kind, self.sinks, self.window, self.size = limit, kind, sinks, window, size
         self.gamma = gamma
 
-    def propose(
-        self,
-        sequences: torch.Tensor,
-        first: torch.Tensor,
-        columns: list[int] | None,
-        lengths: torch.Tensor,
-        gamma: int,
-        view: DraftView | None = None,
-    ) -> Draft:
+    def propose(self, at: DraftRequest) -> Draft:
+        sequences, first, lengths, gamma = at.sequences, at.first, at.lengths, at.gamma
         rows = torch.arange(len(sequences), device=sequences.device)[:, None]
         ahead = torch.arange(-1 - self.catch_up, 0, device=sequences.device)
         # a row of one token has no token before it: column -1 - catch_up may be a pad, its slot -1 is skipped
@@ -171,10 +168,10 @@ class ModelProposer(Proposer):
         probs: list[torch.Tensor] = []
         blocks: list[Queries] = []
         for i in range(gamma):
-            attention = BlockAttention(start, self._selection(start, view), self.heads)
+            attention = BlockAttention(start, self._selection(start, at.view), self.heads)
             logits = self.forward(self.cache, self.embeddable(ids), attention, logits_to_keep=1)
             blocks.append({layer: q[:, -1:] for layer, q in attention.queries.items()})
-            here = None if columns is None else [column + i for column in columns]
+            here = None if at.columns is None else [column + i for column in at.columns]
             logits = self.in_target_vocabulary(logits)
             scores = process_block(self.processors, sequences, here, self.limit, logits)[:, 0]
             if self.do_sample:
@@ -231,16 +228,8 @@ class NoProposer(Proposer):
     def __init__(self, cache: DustinCache):
         self.cache = cache
 
-    def propose(
-        self,
-        sequences: torch.Tensor,
-        first: torch.Tensor,
-        columns: list[int] | None,
-        lengths: torch.Tensor,
-        gamma: int,
-        view: DraftView | None = None,
-    ) -> Draft:
-        raise ValueError(f"`gamma` must be 0 without a draft, got {gamma}")
+    def propose(self, at: DraftRequest) -> Draft:
+        raise ValueError(f"`gamma` must be 0 without a draft, got {at.gamma}")
 
     def commit(self, before: torch.Tensor, after: torch.Tensor, gamma: int) -> None:
         """Nothing is kept from step to step."""
@@ -261,15 +250,8 @@ class PromptLookupProposer(Proposer):
     def __init__(self, cache: DustinCache, *, vocab_size: int, do_sample: bool, max_ngram: int):
         self.cache, self.vocab_size, self.do_sample, self.max_ngram = cache, vocab_size, do_sample, max_ngram
 
-    def propose(
-        self,
-        sequences: torch.Tensor,
-        first: torch.Tensor,
-        columns: list[int] | None,
-        lengths: torch.Tensor,
-        gamma: int,
-        view: DraftView | None = None,
-    ) -> Draft:
+    def propose(self, at: DraftRequest) -> Draft:
+        sequences, first, lengths, gamma = at.sequences, at.first, at.lengths, at.gamma
         rows = torch.arange(len(sequences), device=sequences.device)[:, None]
         begin = first - lengths - 1  # pads of each row
         source = first.clone()  # column of the first token to copy; `first` itself where nothing was found

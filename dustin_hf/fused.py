@@ -94,8 +94,8 @@ class FusedForward:
                     _merge(merged, name, [linear.weight for linear in linears])
             if attention.q_proj.bias is not None:
                 _merge(merged, "bias", [linear.bias for linear in qkv])
-        if not self.tables or len(self.tables[-1][0]) < positions:
-            weight: Any = self.model.get_input_embeddings().weight
+        weight: Any = self.model.get_input_embeddings().weight
+        if not self.tables or len(self.tables[-1][0]) < positions or not _alike(self.tables[-1][0], weight):
             rotary: Any = self.model.get_decoder().rotary_emb
             cos, sin = rotary(weight[:1, None], position_ids=torch.arange(positions, device=weight.device)[None])
             # graphs captured before go on pointing at the shorter ones
@@ -157,7 +157,13 @@ class FusedForward:
 
 def _merge(merged: dict[str, torch.Tensor], name: str, parts: list[torch.Tensor]) -> None:
     """Put matrices below each other; into the same memory as the last time, so that graphs see it."""
-    if name in merged:
-        torch.cat([part.detach() for part in parts], out=merged[name])
+    parts = [part.detach() for part in parts]
+    if name in merged and _alike(merged[name], parts[0]):
+        torch.cat(parts, out=merged[name])
     else:
-        merged[name] = torch.cat([part.detach() for part in parts])
+        merged[name] = torch.cat(parts)
+
+
+def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether both are of one dtype on one device: a model may have been moved since."""
+    return a.dtype == b.dtype and a.device == b.device

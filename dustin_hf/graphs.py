@@ -93,6 +93,9 @@ def step_key(parts: StepParts, gamma: int, columns: int) -> tuple:
         parts.pad_token_id,
         None if eos is None else tuple(eos.tolist()),
         tuple(p.data_ptr() for model in models for p in model.parameters()),
+        torch.is_autocast_enabled("cuda"),
+        torch.get_autocast_dtype("cuda"),
+        torch.get_float32_matmul_precision(),
     )
 
 

@@ -8,7 +8,7 @@ from transformers.generation.logits_process import LogitsProcessorList
 from dustin_hf.acceptance import Accept
 from dustin_hf.cache import DustinCache
 from dustin_hf.collecting import ColumnCollector
-from dustin_hf.drafting import Draft, DraftView, Proposer
+from dustin_hf.drafting import Draft, DraftRequest, DraftView, Proposer
 from dustin_hf.forward import Forward
 from dustin_hf.model_patches.attention import BlockAttention
 from dustin_hf.processing import process_block
@@ -85,7 +85,7 @@ def speculative_step(
     with clock.phase("draft"):
         draft = Draft(sequences[:, :0], None, {})
         if gamma > 0:
-            draft = proposer.propose(sequences, first, columns, lengths, gamma, state.view)
+            draft = proposer.propose(DraftRequest(sequences, first, columns, lengths, gamma, state.view))
         if draft.counts is not None:
             counts = torch.minimum(counts, draft.counts)
 

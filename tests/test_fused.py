@@ -134,6 +134,20 @@ def test_what_cannot_be_fused():
     assert "several" in fusion_obstacle(mixed)
 
 
+def test_a_model_that_changes_its_dtype():
+    """Merged projections and rotary tables follow."""
+    target, options = lively("qwen3"), {"cache_implementation": "dustin", "cache_config": {"backend": "compiled"}}
+    with dustin_hf.enable(target):
+        for dtype in (torch.float32, torch.float64, torch.float32):
+            target.to(dtype)
+            out = target.generate(
+                **left_pad(PROMPTS), **options, assistant_model=target, max_new_tokens=12, do_sample=False
+            )
+            expected = [plain(target, prompt, new=12) for prompt in PROMPTS]
+            rows = out[:, max(map(len, PROMPTS)) :].tolist()
+            assert [row[: len(tokens)] for row, tokens in zip(rows, expected)] == expected
+
+
 def test_weights_are_read_anew_in_each_call():
     """A change of the weights between two calls reaches the merged projections."""
     target = lively("qwen2")

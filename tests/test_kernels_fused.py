@@ -1,8 +1,10 @@
 """The ops of the fused forward: both twins against loops, as in test_kernels."""
 
+import importlib
+
 import pytest
 import torch
-from kernel_cases import DTYPES, literal_attention, ops, poisoned_memory, storage  # noqa: F401
+from kernel_cases import DEVICE, DTYPES, OPS, literal_attention, ops, poisoned_memory, storage  # noqa: F401
 
 from dustin_hf.testing import assert_close
 
@@ -85,3 +87,30 @@ def test_rope_sparse_attention(ops, new, q_heads, kv_heads, dim, starts, bias, n
     assert_close("o", expected, o)
     assert_close("keys", keys, args[8])
     assert_close("values", values, args[9])
+
+
+def test_custom_ops_compile_into_one_graph():
+    """torch.compile(fullgraph=True) sees every op: by its fake it knows shapes, by its schema what changes."""
+    args, _ = rope_inputs(2, 4, 2, 16, (3, 11), True, False, torch.float32)
+    qkv, bias, _, _, eps, cos, sin, start, keys, values = (x.to(DEVICE) if torch.is_tensor(x) else x for x in args)
+    indices = torch.tensor([[[0, 2, -1]], [[4, 10, 7]]], dtype=torch.int32, device=DEVICE)
+    heads, scores = torch.tensor([0, 1], device=DEVICE), torch.rand(2, 68, device=DEVICE)
+    op = {name: getattr(importlib.import_module(f"dustin_hf.kernels.{name}.kernel"), f"{name}_op") for name in OPS}
+
+    def everything(qkv, keys, values, scores):
+        op["rope_append"](qkv, bias, None, None, eps, cos, sin, start, keys, values)
+        q, k, v = qkv.split([4, 2, 2], dim=2)
+        op["kv_append"](keys, values, k.transpose(1, 2), v.transpose(1, 2), start)
+        fused = op["rope_sparse_attention"](qkv, bias, None, None, eps, cos, sin, start, keys, values, indices, 0.25)
+        op["srh_score"](scores, q[:, :, :2], keys, heads, start, 0 * start + 1, 0.25)
+        chosen = op["topk_select"](scores, scores, start, start, 1, 1, 4)[:, None]
+        o, lse = op["full_attention"](q, keys, values, start, 0.25)
+        p, _ = op["sparse_attention"](q, keys, values, chosen, start, 0.25)
+        x = op["rms_norm"]((o + p + fused).flatten(0, 2), cos[0], eps)
+        return op["silu_mul"](x, x), lse, keys + 0, scores + 0
+
+    inputs = (qkv, keys, values, scores)
+    expected = everything(*[x.clone() for x in inputs])
+    compiled = torch.compile(everything, fullgraph=True, backend="aot_eager")
+    for i, (x, y) in enumerate(zip(expected, compiled(*[x.clone() for x in inputs]), strict=True)):
+        assert_close(str(i), x, y)

@@ -4,7 +4,9 @@ import torch
 import triton
 import triton.language as tl
 
-from .naive import check_kv_append
+from dustin_hf.kernels.dispatch import custom_op
+
+from .naive import check_kv_append, naive_kv_append
 
 
 @triton.jit
@@ -27,9 +29,7 @@ def _kv_append_kernel(
     tl.store(v_at, b_v.to(p_values.dtype.element_ty), mask=mask)
 
 
-def triton_kv_append(
-    keys: torch.Tensor, values: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: torch.Tensor
-) -> None:
+def triton_kv_append(keys, values, k, v, start):
     """As `naive_kv_append`; the last dimension of each tensor must be contiguous."""
     check_kv_append(keys, values, k, v, start)
     batch, heads, new, dim = k.shape
@@ -41,7 +41,7 @@ def triton_kv_append(
         )  # fmt: skip
 
 
-kv_append_op = torch.library.custom_op("dustin_hf::kv_append", triton_kv_append, mutates_args=("keys", "values"))
+kv_append_op = custom_op(naive_kv_append, triton_kv_append, changes=("keys", "values"))
 
 
 @kv_append_op.register_fake

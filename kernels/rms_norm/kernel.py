@@ -4,7 +4,9 @@ import torch
 import triton
 import triton.language as tl
 
-from .naive import check_rms_norm
+from dustin_hf.kernels.dispatch import custom_op
+
+from .naive import check_rms_norm, naive_rms_norm
 
 
 @triton.jit
@@ -20,7 +22,7 @@ def _rms_norm_kernel(p_x, p_weight, p_out, s_x, eps, C: tl.constexpr, BC: tl.con
     tl.store(p_out + i_n * C + at, b_out.to(p_out.dtype.element_ty), mask=mask)
 
 
-def triton_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def triton_rms_norm(x, weight, eps):
     """As `naive_rms_norm`; the last dimension of `x` must be contiguous."""
     check_rms_norm(x, weight)
     rows, width = x.shape
@@ -33,7 +35,7 @@ def triton_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.
     return out
 
 
-rms_norm_op = torch.library.custom_op("dustin_hf::rms_norm", triton_rms_norm, mutates_args=())
+rms_norm_op = custom_op(naive_rms_norm, triton_rms_norm)
 
 
 @rms_norm_op.register_fake

@@ -4,7 +4,9 @@ import torch
 import triton
 import triton.language as tl
 
-from .naive import check_rope_append
+from dustin_hf.kernels.dispatch import custom_op
+
+from .naive import check_rope_append, naive_rope_append
 
 HEADS = 4  # of a program
 
@@ -68,18 +70,7 @@ def _rope_append_kernel(
     tl.store(v_at + D // 2, b_2.to(dtype), mask=there & is_v)
 
 
-def triton_rope_append(
-    qkv: torch.Tensor,
-    bias: torch.Tensor | None,
-    q_norm: torch.Tensor | None,
-    k_norm: torch.Tensor | None,
-    eps: float,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    start: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-) -> None:
+def triton_rope_append(qkv, bias, q_norm, k_norm, eps, cos, sin, start, keys, values):
     """As `naive_rope_append`; the last two dimensions of `qkv` and the last of the others must be contiguous."""
     check_rope_append(qkv, bias, cos, sin, start, keys, values)
     batch, new, heads, dim = qkv.shape
@@ -94,9 +85,7 @@ def triton_rope_append(
         )  # fmt: skip
 
 
-rope_append_op = torch.library.custom_op(
-    "dustin_hf::rope_append", triton_rope_append, mutates_args=("qkv", "keys", "values")
-)
+rope_append_op = custom_op(naive_rope_append, triton_rope_append, changes=("qkv", "keys", "values"))
 
 
 @rope_append_op.register_fake

@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from dustin_hf.kernels.dispatch import custom_op
 from dustin_hf.kernels.naive_attention import check_indices
 from dustin_hf.kernels.rope_append.naive import check_rope_append
 from dustin_hf.kernels.split_attention import (
@@ -20,6 +21,8 @@ from dustin_hf.kernels.split_attention import (
     sparse_splits,
     tile_of,
 )
+
+from .naive import naive_rope_sparse_attention
 
 
 @triton.jit
@@ -112,20 +115,7 @@ def _rope_sparse_attention_kernel(
             L, G, D, BM, BD, SPLITS, False)  # fmt: skip
 
 
-def triton_rope_sparse_attention(
-    qkv: torch.Tensor,
-    bias: torch.Tensor | None,
-    q_norm: torch.Tensor | None,
-    k_norm: torch.Tensor | None,
-    eps: float,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    start: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    indices: torch.Tensor,
-    scale: float,
-) -> torch.Tensor:
+def triton_rope_sparse_attention(qkv, bias, q_norm, k_norm, eps, cos, sin, start, keys, values, indices, scale):
     """As `naive_rope_sparse_attention`; the last two dimensions of `qkv` and the last of the others are contiguous."""
     check_rope_append(qkv, bias, cos, sin, start, keys, values)
     check_indices(indices, qkv, keys)
@@ -153,8 +143,8 @@ def triton_rope_sparse_attention(
     return o
 
 
-rope_sparse_attention_op = torch.library.custom_op(
-    "dustin_hf::rope_sparse_attention", triton_rope_sparse_attention, mutates_args=("keys", "values")
+rope_sparse_attention_op = custom_op(
+    naive_rope_sparse_attention, triton_rope_sparse_attention, changes=("keys", "values")
 )
 
 

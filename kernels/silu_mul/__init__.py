@@ -1,19 +1,16 @@
 """silu_mul: the gate of a Llama-like MLP."""
 
-import torch
-
-from dustin_hf.kernels.dispatch import runs_triton
+from dustin_hf.kernels.dispatch import twin
 
 from .naive import naive_silu_mul
 
 
-def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """The Triton kernel on CUDA, else its twin; arguments and results as of `naive_silu_mul`."""
-    if runs_triton(gate, up):
-        from .kernel import silu_mul_op
+def _kernel():
+    from .kernel import silu_mul_op
 
-        return silu_mul_op(gate, up)
-    return naive_silu_mul(gate, up)
+    return silu_mul_op
 
+
+silu_mul = twin(naive_silu_mul, _kernel)
 
 __all__ = ["naive_silu_mul", "silu_mul"]

@@ -4,7 +4,9 @@ import torch
 import triton
 import triton.language as tl
 
-from .naive import check_silu_mul
+from dustin_hf.kernels.dispatch import custom_op
+
+from .naive import check_silu_mul, naive_silu_mul
 
 TILE = 1024
 
@@ -20,7 +22,7 @@ def _silu_mul_kernel(p_gate, p_up, p_out, s_gate, s_up, width, BC: tl.constexpr)
     tl.store(p_out + i_n * width + at, b_out.to(p_out.dtype.element_ty), mask=mask)
 
 
-def triton_silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+def triton_silu_mul(gate, up):
     """As `naive_silu_mul`; the last dimensions must be contiguous."""
     check_silu_mul(gate, up)
     rows, width = gate.shape
@@ -32,7 +34,7 @@ def triton_silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return out
 
 
-silu_mul_op = torch.library.custom_op("dustin_hf::silu_mul", triton_silu_mul, mutates_args=())
+silu_mul_op = custom_op(naive_silu_mul, triton_silu_mul)
 
 
 @silu_mul_op.register_fake

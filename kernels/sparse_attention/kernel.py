@@ -2,20 +2,21 @@
 
 import torch
 
+from dustin_hf.kernels.dispatch import custom_op
 from dustin_hf.kernels.naive_attention import check_attention, check_indices
 from dustin_hf.kernels.split_attention import split_attention
 
+from .naive import naive_sparse_attention
 
-def triton_sparse_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, indices: torch.Tensor, start: torch.Tensor, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+
+def triton_sparse_attention(q, k, v, indices, start, scale):
     """As `naive_sparse_attention`; the last dimension of `q`, `k`, `v` and `indices` must be contiguous."""
     check_attention(q, k, v, start)
     check_indices(indices, q, k)
     return split_attention(q, k, v, indices, start, scale)
 
 
-sparse_attention_op = torch.library.custom_op("dustin_hf::sparse_attention", triton_sparse_attention, mutates_args=())
+sparse_attention_op = custom_op(naive_sparse_attention, triton_sparse_attention)
 
 
 @sparse_attention_op.register_fake

@@ -4,7 +4,9 @@ import torch
 import triton
 import triton.language as tl
 
-from .naive import check_srh_score
+from dustin_hf.kernels.dispatch import custom_op
+
+from .naive import check_srh_score, naive_srh_score
 
 LOG2E = 1.4426950408889634
 # A program of the first kernel reads TILES tiles of TILE_BYTES of keys, WARPS warps with STAGES tiles in flight.
@@ -97,15 +99,7 @@ def _columns_kernel(
     tl.store(out_at, tl.load(out_at, mask=held, other=0.0) + tl.sum(weights, 0), mask=held)
 
 
-def triton_srh_score(
-    out: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    kv_heads: torch.Tensor,
-    lengths: torch.Tensor,
-    counts: torch.Tensor,
-    scale: float,
-) -> None:
+def triton_srh_score(out, q, k, kv_heads, lengths, counts, scale):
     """As `naive_srh_score`; the last dimension of `out`, `q` and `k` must be contiguous."""
     check_srh_score(out, q, k, kv_heads, lengths, counts, scale)
     batch, n_queries, n_heads, dim = q.shape
@@ -134,7 +128,7 @@ def triton_srh_score(
         )  # fmt: skip
 
 
-srh_score_op = torch.library.custom_op("dustin_hf::srh_score", triton_srh_score, mutates_args=("out",))
+srh_score_op = custom_op(naive_srh_score, triton_srh_score, changes=("out",))
 
 
 @srh_score_op.register_fake

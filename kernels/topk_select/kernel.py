@@ -9,7 +9,9 @@ import torch
 import triton
 import triton.language as tl
 
-from .naive import check_topk_select
+from dustin_hf.kernels.dispatch import custom_op
+
+from .naive import check_topk_select, naive_topk_select
 
 # Maxima: groups of a program, slots of each group that it reads at a time.
 GROUPS, DEPTH, MAXIMA_WARPS = 64, 32, 4
@@ -192,15 +194,7 @@ def _select_kernel(
     tl.store(p_out + i_b * k + rest, -1, mask=(rest < k) & (rest >= length))
 
 
-def triton_topk_select(
-    draft_scores: torch.Tensor,
-    target_scores: torch.Tensor,
-    lengths: torch.Tensor,
-    draft_quota: torch.Tensor,
-    sinks: int,
-    window: int,
-    k: int,
-) -> torch.Tensor:
+def triton_topk_select(draft_scores, target_scores, lengths, draft_quota, sinks, window, k):
     """As `naive_topk_select`, for scores that are not negative, as sums of softmaxes are; rows must be contiguous."""
     check_topk_select(draft_scores, target_scores, lengths, draft_quota, sinks, window, k)
     batch, slots = draft_scores.shape
@@ -230,7 +224,7 @@ def triton_topk_select(
     return out
 
 
-topk_select_op = torch.library.custom_op("dustin_hf::topk_select", triton_topk_select, mutates_args=())
+topk_select_op = custom_op(naive_topk_select, triton_topk_select)
 
 
 @topk_select_op.register_fake
