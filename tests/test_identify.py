@@ -237,7 +237,7 @@ def test_texts_of_a_folder(tmp_path):
     [
         ("a.txt", b"\xff\xfe\x00", "UnicodeDecodeError"),
         ("a.txt.gz", b"no gzip", "BadGzipFile"),
-        ("a.txt.gz", gzip.compress(b"text" * 99)[:-9], "EOFError"),
+        pytest.param("a.txt.gz", gzip.compress(b"text" * 99, mtime=0)[:-9], "EOFError", id="cut"),  # no time in its id
         ("a.jsonl", b"{", "JSONDecodeError"),
         ("a.jsonl", b'{"context": "x"}', "KeyError: 'text'"),
         ("a.jsonl", b'{"text": 3}', "line 1 holds a int"),
