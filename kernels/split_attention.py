@@ -67,6 +67,27 @@ def _span(p_row, i_s, n_chosen, BN: tl.constexpr, BK: tl.constexpr, SPLITS: tl.c
 
 
 @triton.jit
+def _attend_chosen(b_q, p_row, k_base, v_base, s_kt, s_vt, i_s, n_chosen, scale_log2, D: tl.constexpr, BM: tl.constexpr,
+                   BN: tl.constexpr, BD: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr,
+                   PRECISION: tl.constexpr):  # fmt: skip
+    """The online softmax over the chosen slots of one split."""
+    begin, end = _span(p_row, i_s, n_chosen, BN, BK, SPLITS)
+    b_m = tl.full([BM], NEVER, tl.float32)
+    b_l = tl.zeros([BM], tl.float32)
+    b_o = tl.zeros([BM, BD], tl.float32)
+    for n in tl.range(begin, end, BN):
+        places = n + tl.arange(0, BN)
+        slots = tl.load(p_row + places, mask=places < end, other=-1)
+        there = slots >= 0
+        # an unused place reads slot 0 and does not count: loads without a mask are faster
+        slots = tl.maximum(slots, 0)
+        b_k = _rows_of(k_base, slots, s_kt, there, D, BD, False)
+        b_v = _rows_of(v_base, slots, s_vt, there, D, BD, False)
+        b_m, b_l, b_o = _attend(b_q, b_k, b_v, there[None, :], b_m, b_l, b_o, scale_log2, True, PRECISION)
+    return b_m, b_l, b_o
+
+
+@triton.jit
 def _finish(p_o, p_lse, p_part_o, p_part_lse, i_b, i_h, i_s, n_heads, b_m, b_l, b_o,
             L: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr,
             SPLITS: tl.constexpr, LSE: tl.constexpr):  # fmt: skip
@@ -177,19 +198,9 @@ def sparse_attention_kernel(
     own_k = _rows_of(k_base, start + own, s_kt, mine, D, BD, True)
     own_v = _rows_of(v_base, start + own, s_vt, mine, D, BD, True)
 
-    begin, end = _span(p_row, i_s, n_chosen, BN, BK, SPLITS)
-    b_m = tl.full([BM], NEVER, tl.float32)
-    b_l = tl.zeros([BM], tl.float32)
-    b_o = tl.zeros([BM, BD], tl.float32)
-    for n in tl.range(begin, end, BN):
-        places = n + tl.arange(0, BN)
-        slots = tl.load(p_row + places, mask=places < end, other=-1)
-        there = slots >= 0
-        # an unused place reads slot 0 and does not count: loads without a mask are faster
-        slots = tl.maximum(slots, 0)
-        b_k = _rows_of(k_base, slots, s_kt, there, D, BD, False)
-        b_v = _rows_of(v_base, slots, s_vt, there, D, BD, False)
-        b_m, b_l, b_o = _attend(b_q, b_k, b_v, there[None, :], b_m, b_l, b_o, scale_log2, True, PRECISION)
+    b_m, b_l, b_o = _attend_chosen(
+        b_q, p_row, k_base, v_base, s_kt, s_vt, i_s, n_chosen, scale_log2, D, BM, BN, BD, BK, SPLITS, PRECISION
+    )
     seen = mine[None, :] & (own[None, :] <= token[:, None])
     b_m, b_l, b_o = _attend(b_q, own_k, own_v, seen, b_m, b_l, b_o, scale_log2, True, PRECISION)
     _finish(p_o, p_lse, p_part_o, p_part_lse, i_b, i_h, i_s, n_heads, b_m, b_l, b_o,

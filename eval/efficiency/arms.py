@@ -138,7 +138,7 @@ def build(
         scorers.append(HeadScorer(chosen, family.group(config), family.scale(config)))
     policy: SelectionPolicy = FullPolicy()
     if arm.sparse:
-        m = round(profile.draft_share * budget)
+        m = round(profile.share_for(budget) * budget)
         policy = HybridPolicy(k=budget, sinks=SINKS, window=WINDOW, m=m, target=scorers[0], draft=scorers[1])
         heads = policy.draft_heads
     # the text itself is not looked at: two columns stand for it

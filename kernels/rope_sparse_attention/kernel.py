@@ -9,14 +9,12 @@ from dustin_hf.kernels.naive_attention import check_indices
 from dustin_hf.kernels.rope_append.naive import check_rope_append
 from dustin_hf.kernels.split_attention import (
     LOG2E,
-    NEVER,
     STAGES,
     WARPS,
     Parts,
     _attend,
+    _attend_chosen,
     _finish,
-    _rows_of,
-    _span,
     places_of,
     sparse_splits,
     tile_of,
@@ -93,19 +91,9 @@ def _rope_sparse_attention_kernel(
     v_mask = given[:, None] & (dims < D)[None, :]
     own_v = _biased(p_qkv, p_bias, own_at[:, None] + v_at, v_at, v_mask, BIAS).to(p_values.dtype.element_ty)
 
-    begin, end = _span(p_row, i_s, n_chosen, BN, BK, SPLITS)
-    b_m = tl.full([BM], NEVER, tl.float32)
-    b_l = tl.zeros([BM], tl.float32)
-    b_o = tl.zeros([BM, BD], tl.float32)
-    for n in tl.range(begin, end, BN):
-        places = n + tl.arange(0, BN)
-        slots = tl.load(p_row + places, mask=places < end, other=-1)
-        there = slots >= 0
-        # an unused place reads slot 0 and does not count: loads without a mask are faster
-        slots = tl.maximum(slots, 0)
-        b_k = _rows_of(k_base, slots, s_kt, there, D, BD, False)
-        b_v = _rows_of(v_base, slots, s_vt, there, D, BD, False)
-        b_m, b_l, b_o = _attend(b_q, b_k, b_v, there[None, :], b_m, b_l, b_o, scale_log2, True, PRECISION)
+    b_m, b_l, b_o = _attend_chosen(
+        b_q, p_row, k_base, v_base, s_kt, s_vt, i_s, n_chosen, scale_log2, D, BM, BN, BD, BK, SPLITS, PRECISION
+    )
     stored = v_mask & ((own_slots >= 0) & (own_slots < n_slots))[:, None]
     tl.store(k_base + own_slots[:, None] * s_kt + dims[None, :], own_k, mask=stored)
     tl.store(v_base + own_slots[:, None] * s_vt + dims[None, :], own_v, mask=stored)
