@@ -1,5 +1,7 @@
 """The Triton kernels behind full and sparse attention: packed queries, slots split where that pays, then merged."""
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -12,6 +14,7 @@ PROGRAMS = 132
 ENOUGH = 32
 MERGED_ROWS = 8  # of a program of the merge
 WARPS, STAGES = 4, 3  # of the others
+MOST_SHARED = 227 * 1024  # bytes of shared memory of a program, on a large GPU
 
 
 @triton.jit
@@ -207,9 +210,19 @@ def sparse_attention_kernel(
             L, G, D, BM, BD, SPLITS, True)  # fmt: skip
 
 
-def tile_of(slot_bytes: int) -> int:
-    """Slots of a tile: three tiles of keys and values in flight fit the shared memory of a multiprocessor."""
-    return 128 if slot_bytes <= 256 else 64
+@cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that a program may take; without a GPU, what a large one has."""
+    if device.type != "cuda":
+        return MOST_SHARED
+    return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", MOST_SHARED)
+
+
+def tile_of(slot_bytes: int, rows: int, own: int, shared: int) -> int:
+    """Slots of a tile: `STAGES` tiles of keys and values fit `shared` bytes beside the queries and the own tokens."""
+    left = shared - 1024 - (rows + 2 * own) * slot_bytes
+    fitting = max(1, left // (2 * STAGES * slot_bytes))
+    return min(128, max(16, 1 << (fitting.bit_length() - 1)))
 
 
 def sparse_splits(programs: int, tiles: int) -> int:
@@ -262,9 +275,9 @@ def split_attention(
     batch, new, q_heads, dim = q.shape
     heads, slots = k.shape[1], k.shape[2]
     group = q_heads // heads
-    rows, padded = max(16, triton.next_power_of_2(new * group)), max(16, triton.next_power_of_2(dim))
+    rows, padded, own = (max(16, triton.next_power_of_2(n)) for n in (new * group, dim, new))
     slot_bytes = padded * k.element_size()
-    tile = tile_of(slot_bytes)
+    tile = tile_of(slot_bytes, rows, own, shared_memory(k.device))
     if indices is None:
         programs = PROGRAMS if slot_bytes > 128 else 2 * PROGRAMS
         splits = triton.next_power_of_2(max(1, programs // (batch * heads)))
@@ -286,7 +299,7 @@ def split_attention(
             per_head = indices.stride(1) if indices.shape[1] > 1 else 0
             sparse_attention_kernel[grid](
                 q, k, v, indices, start, *outputs, *strides, indices.stride(0), per_head, heads, indices.shape[2],
-                scale * LOG2E, BL=max(16, triton.next_power_of_2(new)), BK=places_of(indices.shape[2], tile, splits),
+                scale * LOG2E, BL=own, BK=places_of(indices.shape[2], tile, splits),
                 **sizes, **options,
             )  # fmt: skip
         parts.merge(o, lse, sizes)

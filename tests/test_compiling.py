@@ -15,7 +15,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 TARGET = GPUTarget("cuda", 90, 32)
-compiled = []
+compiled, limit = [], 227 * 1024
 
 
 def compile_only(self, *args, grid, warmup=False, **kwargs):
@@ -46,7 +46,7 @@ def compile_only(self, *args, grid, warmup=False, **kwargs):
     source = ASTSource(self, signature, {(self.arg_names.index(k),): v for k, v in constexprs.items()}, attrs)
     kernel = triton.compile(source, target=TARGET, options=options)
     shared = kernel.metadata.shared
-    assert shared <= 227 * 1024, (self.fn.__name__, shared)
+    assert shared <= limit, (self.fn.__name__, shared)
     compiled.append(self.fn.__name__)
 
 
@@ -59,10 +59,12 @@ def e(*shape, dtype=bf):
     return torch.empty(shape, dtype=dtype)
 
 
+from dustin_hf.kernels import split_attention
 from dustin_hf.kernels.full_attention.kernel import triton_full_attention
 from dustin_hf.kernels.kv_append.kernel import triton_kv_append
 from dustin_hf.kernels.rms_norm.kernel import triton_rms_norm
 from dustin_hf.kernels.rope_append.kernel import triton_rope_append
+from dustin_hf.kernels.rope_sparse_attention import kernel as fused_attention
 from dustin_hf.kernels.rope_sparse_attention.kernel import triton_rope_sparse_attention
 from dustin_hf.kernels.silu_mul.kernel import triton_silu_mul
 from dustin_hf.kernels.sparse_attention.kernel import triton_sparse_attention
@@ -88,6 +90,15 @@ for HQ, H, D, L, dtype in ((64, 8, 128, 5, bf), (14, 2, 64, 1, bf), (28, 4, 128,
     triton_silu_mul(e(B * L, 4864, dtype=dtype), e(B * L, 4864, dtype=dtype))
 scores = e(B, T, dtype=torch.float32)
 triton_topk_select(scores, scores, start, start, 4, 16, K)
+# gamma 8 and groups of 8, where shared memory is tightest; and on GPUs that have less of it
+for HQ, H, D, L, dtype, shared in ((16, 2, 64, 9, torch.float32, 227), (16, 2, 128, 9, bf, 227), (64, 8, 128, 5, bf, 99)):
+    limit = shared * 1024
+    split_attention.shared_memory = fused_attention.shared_memory = lambda device: limit
+    keys, indices = e(B, H, T, D, dtype=dtype), e(B, 1, K, dtype=torch.int32)
+    q, qkv, table = e(B, L, HQ, D, dtype=dtype), e(B, L, HQ + 2 * H, D, dtype=dtype), e(T, D, dtype=dtype)
+    triton_full_attention(q, keys, keys, start, 0.1)
+    triton_sparse_attention(q, keys, keys, indices, start, 0.1)
+    triton_rope_sparse_attention(qkv, None, None, None, 1e-6, table, table, start, keys, keys, indices, 0.1)
 print(len(compiled), sorted(set(compiled)))
 '''
 
@@ -100,4 +111,4 @@ def test_kernels_compile_for_hopper():
         [sys.executable, "-W", "ignore", "-c", SCRIPT], env=environment, capture_output=True, text=True
     )
     assert result.returncode == 0, result.stderr[-3000:]
-    assert int(result.stdout.split()[0]) >= 30
+    assert int(result.stdout.split()[0]) >= 39

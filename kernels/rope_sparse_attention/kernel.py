@@ -16,6 +16,7 @@ from dustin_hf.kernels.split_attention import (
     _attend_chosen,
     _finish,
     places_of,
+    shared_memory,
     sparse_splits,
     tile_of,
 )
@@ -110,8 +111,8 @@ def triton_rope_sparse_attention(qkv, bias, q_norm, k_norm, eps, cos, sin, start
     batch, new, all_heads, dim = qkv.shape
     heads, chosen = keys.shape[1], indices.shape[2]
     group = all_heads // heads - 2
-    rows, padded = max(16, triton.next_power_of_2(new * group)), max(16, triton.next_power_of_2(dim))
-    tile = tile_of(padded * keys.element_size())
+    rows, padded, own = (max(16, triton.next_power_of_2(n)) for n in (new * group, dim, new))
+    tile = tile_of(padded * keys.element_size(), rows, own, shared_memory(keys.device))
     splits = sparse_splits(batch * heads, triton.cdiv(chosen, tile))
     o = torch.empty(batch, new, all_heads - 2 * heads, dim, dtype=qkv.dtype, device=qkv.device)
     parts = Parts(qkv, (batch, heads, splits, rows, padded))
@@ -123,7 +124,7 @@ def triton_rope_sparse_attention(qkv, bias, q_norm, k_norm, eps, cos, sin, start
             qkv.stride(0), qkv.stride(1), *keys.stride()[:3], *values.stride()[:3],
             indices.stride(0), indices.stride(1) if indices.shape[1] > 1 else 0,
             heads, keys.shape[2], len(cos), chosen, eps, scale * LOG2E,
-            **sizes, BL=max(16, triton.next_power_of_2(new)), BK=places_of(chosen, tile, splits),
+            **sizes, BL=own, BK=places_of(chosen, tile, splits),
             BIAS=bias is not None, NORM=q_norm is not None,
             PRECISION="ieee" if qkv.dtype == torch.float32 else "tf32", num_warps=WARPS, num_stages=STAGES,
         )  # fmt: skip
