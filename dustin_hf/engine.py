@@ -12,6 +12,7 @@ from dustin_hf.forward import CompiledForward, Forward, StockForward, input_devi
 from dustin_hf.fused import fusion_obstacle
 from dustin_hf.graphs import CapturedForward, StepGraph, step_key
 from dustin_hf.model_patches.attention import block_attention
+from dustin_hf.modules import modules_of, parameters_of
 from dustin_hf.pool import Pool, rounded
 from dustin_hf.processing import needs_prefix
 from dustin_hf.stats import StatsRecorder
@@ -68,12 +69,12 @@ def _models(parts: StepParts) -> list[Any]:
 def _capture_obstacle(parts: StepParts) -> str | None:
     """Why not even a forward can be captured."""
     for model in _models(parts):
-        devices = {p.device for p in model.parameters()}
+        devices = {p.device for p in parameters_of(model)}
         if {device.type for device in devices} != {"cuda"}:
             return "not all weights are on CUDA"
         if len(devices) > 1:
             return "a model is on several devices"
-        if any(m._forward_hooks or m._forward_pre_hooks or "_hf_hook" in m.__dict__ for m in model.modules()):
+        if any(m._forward_hooks or m._forward_pre_hooks or "_hf_hook" in m.__dict__ for m in modules_of(model)):
             return "hooks on the models would not run in replays"
     return None
 

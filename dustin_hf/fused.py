@@ -13,6 +13,7 @@ from dustin_hf.kernels.rope_sparse_attention import rope_sparse_attention
 from dustin_hf.kernels.silu_mul import silu_mul
 from dustin_hf.model_patches.attention import BlockAttention
 from dustin_hf.model_patches.families import family_of
+from dustin_hf.modules import modules_of, parameters_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -29,9 +30,10 @@ def fusion_obstacle(model: "PreTrainedModel") -> str | None:
     decoder: Any = model.get_decoder()
     if not original.__module__.startswith("transformers.models."):
         return f"{original.__name__} is not a model of transformers itself"
-    if any("forward" in m.__dict__ or "parametrizations" in m._modules for m in model.modules()):
+    modules = modules_of(model)
+    if any("forward" in m.__dict__ or "parametrizations" in m._modules for m in modules):
         return "modules have been changed (quantised, adapted or wrapped)"
-    if any(m._forward_hooks or m._forward_pre_hooks for m in model.modules()):
+    if any(m._forward_hooks or m._forward_pre_hooks for m in modules):
         return "modules have hooks"
     for layer in decoder.layers:
         linears = [getattr(part, name, None) for part in (layer.self_attn, layer.mlp) for name in _LINEARS]
@@ -44,7 +46,7 @@ def fusion_obstacle(model: "PreTrainedModel") -> str | None:
         return "embeddings are not plain"
     if model.config.get_text_config(decoder=True).hidden_act != "silu":
         return "the activation is not silu"
-    kinds = {(p.device, p.dtype) for p in model.parameters()}
+    kinds = {(p.device, p.dtype) for p in parameters_of(model)}
     if len(kinds) != 1 or not next(iter(kinds))[1].is_floating_point:
         return "parameters are of several devices or dtypes"
     if torch.is_autocast_enabled(next(iter(kinds))[0].type):

@@ -9,6 +9,7 @@ from dustin_hf.cache import DustinCache, ordinary_tensors
 from dustin_hf.drafting import DraftView, ModelProposer, PromptLookupProposer
 from dustin_hf.forward import Forward, input_device
 from dustin_hf.model_patches.attention import BlockAttention
+from dustin_hf.modules import parameters_of
 from dustin_hf.pool import Pool
 from dustin_hf.selection import Selection
 from dustin_hf.stats import Clock
@@ -92,7 +93,7 @@ def step_key(parts: StepParts, gamma: int, columns: int) -> tuple:
         parts.accept,
         parts.pad_token_id,
         None if eos is None else tuple(eos.tolist()),
-        tuple(p.data_ptr() for model in models for p in model.parameters()),
+        tuple(p.data_ptr() for p in parameters_of(*models)),
         torch.is_autocast_enabled("cuda"),
         torch.get_autocast_dtype("cuda"),
         torch.get_float32_matmul_precision(),

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from dustin_hf._compat import CACHE_ARG
@@ -24,7 +25,7 @@ MIN_SHARED = 64
 
 def held_prefixes(cache: DustinCache, sequences: torch.Tensor, pads: list[int]) -> list[int]:
     """Tokens at the start of each prompt that the cache holds already, the last token of the prompt not counted."""
-    prompts, tokens, lengths = sequences.cpu(), cache.tokens.cpu(), cache.lengths.tolist()
+    prompts, tokens, lengths = sequences.cpu().numpy(), cache.tokens.cpu().numpy(), cache.lengths.tolist()
     return [_common(prompts[row, pad:-1], tokens[row, : lengths[row]]) for row, pad in enumerate(pads)]
 
 
@@ -53,14 +54,14 @@ def prefill(
     decoder = model.get_decoder()
     chunk_size = chunk_size or DEFAULT_CHUNK.get(sequences.device.type, DEFAULT_CHUNK_ELSEWHERE)
     last = sequences.shape[1] - 1
-    compared = sequences.cpu()  # once: each comparison on the device would wait for it
-    shared = [0] + [
-        _common(compared[row, pads[row] : last], compared[row - 1, pads[row - 1] : last]) for row in range(1, len(pads))
-    ]
+    compared = sequences.cpu().numpy()  # once: each comparison on the device would wait for it
     spans = []  # of each prompt, the tokens to compute
     for row, pad in enumerate(pads):
-        copied = shared[row] if shared[row] - held[row] >= MIN_SHARED else 0
-        spans.append((max(held[row], copied), last - pad))
+        start, end = held[row], last - pad
+        if row and start < end:
+            shared = _common(compared[row, pad:last], compared[row - 1, pads[row - 1] : last])
+            start = shared if shared - start >= MIN_SHARED else start
+        spans.append((start, end))
     with prefill_attention(model):
         for rows, (start, end) in _groups(spans, chunk_size):
             for row in range(rows.start, rows.stop):
@@ -75,10 +76,10 @@ def prefill(
     cache.lengths = torch.tensor([end for _, end in spans], device=cache.lengths.device)
 
 
-def _common(a: torch.Tensor, b: torch.Tensor) -> int:
-    """Length of the common start of two rows of tokens, both on the host."""
+def _common(a: np.ndarray, b: np.ndarray) -> int:
+    """Length of the common start of two rows of tokens."""
     n = min(len(a), len(b))
-    different = (a[:n] != b[:n]).nonzero()
+    different = np.flatnonzero(a[:n] != b[:n])
     return int(different[0]) if len(different) else n
 
 

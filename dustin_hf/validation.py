@@ -8,6 +8,7 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from dustin_hf.cache import DustinCache
 from dustin_hf.model_patches.families import ModelFamily, family_of
+from dustin_hf.modules import parameters_of
 from dustin_hf.processing import REFUSED
 from dustin_hf.stopping import Ending
 
@@ -144,8 +145,9 @@ def check_position_ids(position_ids: torch.Tensor | None, pads: list[int], width
     """Refuse positions other than each row's own 0, 1, 2, ..., which is what the cache slots stand for."""
     if position_ids is None:
         return
-    expected = torch.arange(width)[None] - torch.tensor(pads)[:, None]
-    got = position_ids.cpu().expand(len(pads), -1)
+    device = position_ids.device
+    expected = torch.arange(width, device=device)[None] - torch.tensor(pads, device=device)[:, None]
+    got = position_ids.expand(len(pads), -1)
     if got.shape != expected.shape or bool(((got != expected) & (expected >= 0)).any()):
         raise ValueError("`position_ids` must count each row's tokens from 0, or be left out")
 
@@ -182,7 +184,7 @@ def check_capacity(needed: int, *models: "PreTrainedModel") -> None:
 
 
 def _devices(models: tuple["PreTrainedModel", ...]) -> set[torch.device]:
-    return {p.device for model in models for p in model.parameters()} - {torch.device("meta")}
+    return {p.device for p in parameters_of(*models)} - {torch.device("meta")}
 
 
 def check_cache(cache: DustinCache, config: "PreTrainedConfig", batch: int) -> None:

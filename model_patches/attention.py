@@ -13,6 +13,7 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 
 from dustin_hf.kernels.full_attention import full_attention
 from dustin_hf.kernels.sparse_attention import sparse_attention
+from dustin_hf.modules import modules_of
 from dustin_hf.profile import Heads
 from dustin_hf.scoring import Queries
 from dustin_hf.selection import Selection
@@ -208,7 +209,7 @@ def _switched(
     """Switch models to an attention function, those of them whose own is in `instead_of`."""
     with ExitStack() as stack:
         for model in models:
-            configs: dict[int, Any] = {id(m.config): m.config for m in model.modules() if "layer_idx" in m.__dict__}
+            configs: dict[int, Any] = {id(m.config): m.config for m in modules_of(model) if "layer_idx" in m.__dict__}
             for config in configs.values():
                 if instead_of is None or config._attn_implementation in instead_of:
                     stack.callback(setattr, config, "_attn_implementation", config._attn_implementation)

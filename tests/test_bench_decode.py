@@ -193,7 +193,7 @@ def test_real_run(real_pair, ragged, capsys):
     assert [(row["context"], row["arm"]) for row in result["rows"]] == [
         (context, arm) for context in (64, 96) for arm in real.REAL_ARMS
     ]
-    assert told[:2] == ["3 x 64: prefill", "3 x 64: vanilla"] and len(told) == 14
+    assert told[:2] == ["3 x 64: prefill", "3 x 64: vanilla"] and len(told) == 2 * (1 + len(real.REAL_ARMS))
     on_cuda = target.device.type == "cuda"
     for row in result["rows"]:
         new = real.HF_TOKENS if row["arm"] == "hf" else 24
@@ -207,7 +207,7 @@ def test_real_run(real_pair, ragged, capsys):
             assert "capture" not in row["phases_s"] and row["phases_s"]["verify"] > 0
     budgets = {row["arm"]: row["budget"] for row in result["rows"]}
     assert budgets == {"hf": None, "vanilla": None, "classic": None} | dict.fromkeys(
-        ("magicdec", "dustin", "dustin-sparse"), 32
+        ("magicdec", "dustin", "dustin-streaming", "dustin-sparse"), 32
     )
     lengths = [prompt["length"] for prompt in result["prompts"]]
     assert lengths == ([32, 48, 64, 48, 72, 96] if ragged else [64] * 3 + [96] * 3)

@@ -90,9 +90,10 @@ for HQ, H, D, L, dtype in ((64, 8, 128, 5, bf), (14, 2, 64, 1, bf), (28, 4, 128,
     triton_silu_mul(e(B * L, 4864, dtype=dtype), e(B * L, 4864, dtype=dtype))
 scores = e(B, T, dtype=torch.float32)
 triton_topk_select(scores, scores, start, start, 4, 16, K)
-# gamma 8 and groups of 8, where shared memory is tightest; and on GPUs that have less of it
-for HQ, H, D, L, dtype, shared in ((16, 2, 64, 9, torch.float32, 227), (16, 2, 128, 9, bf, 227), (64, 8, 128, 5, bf, 99)):
-    limit = shared * 1024
+# gamma 8 and groups of 8, where shared memory is tightest; and a GPU that has less of it
+TIGHT = (16, 2, 64, 9, torch.float32, 227), (16, 2, 128, 9, bf, 227), (64, 8, 128, 5, bf, 99)
+for HQ, H, D, L, dtype, kilobytes in TIGHT:
+    limit = kilobytes * 1024
     split_attention.shared_memory = fused_attention.shared_memory = lambda device: limit
     keys, indices = e(B, H, T, D, dtype=dtype), e(B, 1, K, dtype=torch.int32)
     q, qkv, table = e(B, L, HQ, D, dtype=dtype), e(B, L, HQ + 2 * H, D, dtype=dtype), e(T, D, dtype=dtype)

@@ -10,6 +10,7 @@ from helpers import assert_rows_equal_plain, dustin, heads, padded, plain
 import dustin_hf
 from dustin_hf._compat import CACHE_ARG
 from dustin_hf.eval.fidelity import agreement
+from dustin_hf.modules import modules_of, parameters_of
 from dustin_hf.testing import left_pad, noisy_copy, random_prompts, tiny_model
 
 PROMPTS = random_prompts([12, 30, 5])
@@ -231,3 +232,11 @@ def test_prompts_shorter_than_the_window_p38(pair, window, gamma, lengths):
     for row, prompt in zip(rows, prompts):
         expected = plain(pair.target, prompt, new=20)
         assert row[: len(expected)] == expected
+
+
+def test_walks_find_what_torch_lists():
+    model = tiny_model("llama")
+    model.twice = model.model.layers[0]  # a module with two names
+    assert {id(m) for m in modules_of(model)} == {id(m) for m in model.modules()}
+    assert {id(p) for p in parameters_of(model)} == {id(p) for p in model.parameters()}
+    assert len(modules_of(model, model)) == len(list(model.modules()))

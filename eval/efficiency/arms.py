@@ -41,6 +41,7 @@ ARMS = {
         Arm("classic", False, "full"),
         Arm("magicdec", False, "streaming"),
         Arm("dustin", True, "full"),
+        Arm("dustin-streaming", True, "streaming"),
         Arm("dustin-sparse", True, "sparse"),
     )
 }

@@ -67,7 +67,8 @@ def bench_app() -> "Typer":
         budget: Annotated[int, typer.Option(help="Cached tokens that sparse verification attends to.")] = 512,
         arms: Annotated[str | None, typer.Option(help="Names, with commas. Default: all but hf-static.")] = None,
         tau: Annotated[
-            float | None, typer.Option(help="Simulated tokens per step, with --shape only. Default: 2.2.")
+            list[float] | None,
+            typer.Option(help="Simulated tokens per step, with --shape only; repeatable. Default: 2.2."),
         ] = None,
         ragged: Annotated[bool, typer.Option("--ragged", help="Rows from half the context to all of it.")] = False,
         texts: Annotated[
@@ -95,7 +96,7 @@ def bench_app() -> "Typer":
             typer.echo(text, err=True)
 
         with errors_end_it():
-            _check_modes(shape, target, draft, {"--tau": tau}, {"--texts": texts, "--new-tokens": new_tokens})
+            _check_modes(shape, target, draft, {"--tau": tau or None}, {"--texts": texts, "--new-tokens": new_tokens})
             names = _arms(arms, REAL_ARMS if shape is None else (*bench.STOCK_ARMS, *bench.ARMS))
             if out is not None:
                 check_free(out, force)
@@ -123,7 +124,7 @@ def bench_app() -> "Typer":
                     gamma,
                     budget,
                     names,
-                    2.2 if tau is None else tau,
+                    tau or [2.2],
                     command_line(),
                     ragged,
                     say,

@@ -38,7 +38,7 @@ def run_decode(
     gamma: int,
     budget: int,
     arms: Sequence[str],
-    tau: float,
+    taus: Sequence[float],
     command: str,
     ragged: bool = False,
     progress: Callable[[str], None] | None = None,
@@ -53,7 +53,7 @@ def run_decode(
         gamma: drafts per step.
         budget: slots that sparse verification reads.
         arms: names of `ARMS` and `STOCK_ARMS`.
-        tau: mean tokens per step of the simulated acceptance, the same for every arm that drafts.
+        taus: mean tokens per step of the simulated acceptance; every arm that drafts is measured with each.
         command: as typed, for the record.
         ragged: rows of lengths from half the context to all of it, instead of equal ones.
         progress: is told what comes next.
@@ -62,13 +62,13 @@ def run_decode(
         Ready for JSON: `rows`, one for each arm and point, and `conditions`.
 
     Raises:
-        ValueError: without a CUDA device, or on an unknown arm or an impossible `tau`.
+        ValueError: without a CUDA device, or on an unknown arm or an impossible tau.
     """
     check_cuda()
     unknown = sorted(set(arms) - set(ARMS) - set(STOCK_ARMS))
     if unknown:
         raise ValueError(f"--arms must be of {', '.join([*STOCK_ARMS, *ARMS])}, got {', '.join(unknown)}")
-    accept = SimulatedAcceptance(tau, gamma)
+    accepts = [SimulatedAcceptance(tau, gamma) for tau in taus]
     say = progress or (lambda text: None)
     rate = copy_rate()
     rows = []
@@ -83,15 +83,17 @@ def run_decode(
             if ragged:
                 lengths = [context // 2 + (context - context // 2) * i // max(1, batch - 1) for i in range(batch)]
             for name in [arm for arm in arms if arm in ARMS]:
-                say(f"{target.name}, {batch} x {context:,}: {name}")
-                decode = build(
-                    ARMS[name], *models, caches, lengths, paper_heads(target, draft), gamma, budget, new_tokens, accept
-                )
-                row: dict[str, Any] = {"arm": name, "context": context, "batch": batch, "ragged": ragged}
-                row |= {"gamma": decode.gamma, "budget": budget if ARMS[name].sparse else None, **measure(decode)}
-                row["floor_ms"] = floor(ARMS[name], lengths, decode.gamma, budget) / rate / 1e6
-                rows.append(row)
-                del decode
+                arm = ARMS[name]
+                for accept in accepts if arm.draft_cache else accepts[:1]:
+                    say(f"{target.name}, {batch} x {context:,}: {name}")
+                    decode = build(
+                        arm, *models, caches, lengths, paper_heads(target, draft), gamma, budget, new_tokens, accept
+                    )
+                    row: dict[str, Any] = {"arm": name, "context": context, "batch": batch, "ragged": ragged}
+                    row |= {"gamma": decode.gamma, "budget": budget if arm.sparse else None, **measure(decode)}
+                    row["floor_ms"] = floor(arm, lengths, decode.gamma, budget) / rate / 1e6
+                    rows.append(row)
+                    del decode
         del caches
         torch.cuda.empty_cache()
         for context in contexts:
@@ -106,7 +108,7 @@ def run_decode(
         "bench": "decode",
         "target": target.name,
         "draft": draft.name,
-        "acceptance": f"simulated, tau = {tau}, the same for every arm that drafts",
+        "acceptance": f"simulated, tau = {', '.join(map(str, taus))}, the same for every arm that drafts",
         "notes": NOTES,
         "copy_rate_gb_s": rate,
         "conditions": conditions(command),
