@@ -104,7 +104,8 @@ def renormalised(rows, length):
         ("mistral", 4, 4, 4, (2, 1)),
     ],
 )
-def test_traces_are_the_dense_computation(tmp_path, family, q_heads, kv_heads, stride, deltas):
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_traces_are_the_dense_computation(tmp_path, family, q_heads, kv_heads, stride, deltas, batch_size):
     target = tiny_model(family, 0, **heads(q_heads, kv_heads), num_hidden_layers=3)
     draft = tiny_model(family, 1, **heads(q_heads, kv_heads))
     target.generation_config.eos_token_id = None
@@ -115,10 +116,11 @@ def test_traces_are_the_dense_computation(tmp_path, family, q_heads, kv_heads, s
         new_tokens=11,
         stride=stride,
         deltas=deltas,
+        batch_size=batch_size,
     )
-    prompts = random_prompts([37, 21])
+    prompts = random_prompts([37, 21, 50])
     found = record(target, draft, prompts, tmp_path, settings)
-    assert len(found) == 2
+    assert len(found) == 3
     for i, ids in enumerate(prompts):
         sample = found.sample(i)
         text = [*ids, *plain(target, ids, new=11)]
@@ -156,6 +158,34 @@ def small_pair():
 
 def files_of(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_rows_of_a_group_end_by_themselves(tmp_path):
+    """Continuations of other lengths, some without a window; as if each were recorded alone."""
+    pair, prompts = small_pair(), random_prompts([20, 30, 25, 9])
+    continued = [plain(pair[0], ids, new=20) for ids in prompts]
+    pair[0].generation_config.eos_token_id = [continued[0][1], continued[1][8], continued[3][0]]
+    together = record(*pair, prompts, tmp_path / "together", small(20, batch_size=4))
+    alone = record(*pair, prompts, tmp_path / "alone", small(20))
+    windows = [len(alone.sample(i).lengths) for i in range(4)]
+    assert windows[0] == windows[3] == 0 and len(set(windows)) > 1 and max(windows) > 1
+    for i in range(4):
+        assert together.sample(i).tensors["tokens"].tolist() == alone.sample(i).tensors["tokens"].tolist()
+        for name, expected in alone.sample(i).tensors.items():
+            got = together.sample(i).tensors[name]
+            assert got.dtype == expected.dtype
+            torch.testing.assert_close(got.float(), expected.float(), atol=2e-3, rtol=2e-3)
+
+
+def test_an_interrupted_group_is_recorded_again(tmp_path):
+    pair, prompts = small_pair(), random_prompts([20, 30, 25, 40, 22])
+    record(*pair, prompts, tmp_path / "whole", small(batch_size=2))
+    record(*pair, prompts, tmp_path / "parts", small(batch_size=2))
+    (tmp_path / "parts" / TraceSet(tmp_path / "parts").names[3]).unlink()
+    record(*pair, prompts, tmp_path / "parts", small(batch_size=2))
+    assert files_of(tmp_path / "parts") == files_of(tmp_path / "whole")
+    with pytest.raises(ValueError, match=r"traces of other \['settings'\]"):
+        record(*pair, prompts, tmp_path / "parts", small())
 
 
 def test_a_recording_goes_on_where_it_was_interrupted(tmp_path):

@@ -309,7 +309,7 @@ def test_a_study_goes_on_where_it_was_interrupted(whole, study_pair, tokenizer, 
 
 
 def test_a_finished_study_is_not_made_again(whole, study_pair, tokenizer, monkeypatch):
-    for module, name in ((identify, "_score_sample"), (traces, "trace_sample"), (search_module, "_round")):
+    for module, name in ((identify, "_score_sample"), (traces, "trace_samples"), (search_module, "_round")):
         monkeypatch.setattr(module, name, None)
     assert run(study_pair, tokenizer, whole.out) == whole.profile
     for options, what in [({"trials": 6}, "settings"), ({"texts": {**TEXTS, "0.txt": "b" * 300}}, "texts")]:

@@ -22,7 +22,7 @@ class Sample:
 
     Args:
         settings: of the recording.
-        tensors: as stored (`traces.trace_sample`).
+        tensors: as stored (`windows.trace_samples`).
     """
 
     settings: "TraceSettings"

@@ -59,7 +59,7 @@ class StudySettings:
         heads_per_layer: query heads of a candidate layer, the best retrievers of it (4 give the paper's 4 target heads
             in one layer and 12 draft heads in three).
         target_layers, draft_layers, min_gain, trials, seed, sinks, window: see `SearchSettings`.
-        new_tokens, stride, deltas: see `TraceSettings`.
+        new_tokens, stride, deltas, batch_size: see `TraceSettings`.
         needle_lengths: tokens of the samples that heads are identified on; those beyond a model's limit are left out.
         max_context: longer texts lose their middle, so that a question at the end stays. Default: they are an error.
         chat: give each text as a user's message, by the tokenizer's chat template.
@@ -81,10 +81,11 @@ class StudySettings:
     needle_lengths: tuple[int, ...] = (1024, 4096, 8192)
     max_context: int | None = None
     chat: bool = False
+    batch_size: int = 1
 
     def traces(self, target: tuple[Candidate, ...], draft: tuple[Candidate, ...]) -> TraceSettings:
         """What is recorded."""
-        return TraceSettings(target, draft, self.gamma, self.new_tokens, self.stride, self.deltas)
+        return TraceSettings(target, draft, self.gamma, self.new_tokens, self.stride, self.deltas, self.batch_size)
 
     def search(self, target: int, draft: int) -> SearchSettings:
         """What is searched: the first so many candidates of each model."""

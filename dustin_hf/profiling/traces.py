@@ -14,15 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors.torch import load_file, save
 
-from dustin_hf.cache import DustinCache
-from dustin_hf.enabling import enable
-from dustin_hf.forward import input_device
-from dustin_hf.model_patches.families import family_of
-from dustin_hf.prefill import prefill
 from dustin_hf.profile import Heads, config_hash
-from dustin_hf.profiling.recovery import SCALE, Sample
-from dustin_hf.profiling.rows import all_heads, attention_rows, tapped_block
-from dustin_hf.scoring import HeadScorer, Queries
+from dustin_hf.profiling.recovery import Sample
+from dustin_hf.profiling.windows import trace_samples
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -50,6 +44,7 @@ class TraceSettings:
         new_tokens: most tokens of a continuation.
         stride: tokens from one window to the next, at least `window`. Default: `window`.
         deltas: distances of the histories, in tokens; 1 is the last committed one, which a run has.
+        batch_size: samples that are run together. Rounding depends on it, so it belongs to what is recorded.
     """
 
     target: tuple[Candidate, ...]
@@ -58,6 +53,7 @@ class TraceSettings:
     new_tokens: int = 128
     stride: int | None = None
     deltas: tuple[int, ...] = (1,)
+    batch_size: int = 1
 
     def __post_init__(self) -> None:
         for name in ("target", "draft"):
@@ -71,6 +67,8 @@ class TraceSettings:
             raise ValueError(f"`stride` must be at least `window`, and that 1, got {self.stride} and {self.window}")
         if self.new_tokens < self.window:
             raise ValueError(f"`new_tokens` must fill a window of {self.window}, got {self.new_tokens}")
+        if self.batch_size < 1:
+            raise ValueError(f"`batch_size` must be at least 1, got {self.batch_size}")
         if 1 not in self.deltas or min(self.deltas) < 1:
             raise ValueError(f"`deltas` must be positive and hold 1, the history of a run, got {self.deltas}")
 
@@ -149,11 +147,16 @@ def record(
         if wanted > free:
             raise OSError(errno.ENOSPC, f"{free / 1e9:.1f} GB are free")
         write_file(folder / INDEX_NAME, json.dumps(index, indent=1).encode())
-        for done, i in enumerate(todo):
+        for begin in range(0, len(prompts), settings.batch_size):
+            group = range(begin, min(begin + settings.batch_size, len(prompts)))
+            if not any(i in todo for i in group):
+                continue
             if progress is not None:
-                progress("traces", len(prompts) - len(todo) + done, len(prompts))
-            tensors = trace_sample(target, draft, prompts[i], settings)
-            write_file(folder / index["samples"][i], save(tensors))
+                progress("traces", begin, len(prompts))
+            # the whole group, so that an interruption within changes nothing
+            samples = trace_samples(target, draft, [prompts[i] for i in group], settings)
+            for i, tensors in zip(group, samples):
+                write_file(folder / index["samples"][i], save(tensors))
         if progress is not None:
             progress("traces", len(prompts), len(prompts))
     return TraceSet(folder)
@@ -185,120 +188,6 @@ def check_lengths(
                     f"{prompt} has {length} tokens, with {new_tokens} new ones more than the {limit} positions of the "
                     f"{name}: cut it (`max_context`), or configure the model for longer contexts"
                 )
-
-
-@torch.no_grad()
-def trace_sample(
-    target: "PreTrainedModel", draft: "PreTrainedModel", ids: Sequence[int], settings: TraceSettings
-) -> dict[str, torch.Tensor]:
-    """The tensors of one sample. Memory: both caches in turn, and the attention rows of one window and layer.
-
-    Returns:
-        `tokens [N]` and `prompt_length`; for `W` windows: `lengths [W]`, `truth [W, layers, T]` and
-        `history [deltas, W, C, T]` and `lookahead [W, C, T]` (float16 means times `SCALE`), `new_mass [W, layers]`.
-    """
-    with enable(target):
-        new = greedy_continuation(target, ids, settings.new_tokens)
-        sequence = torch.tensor([*ids, *new])
-        starts = list(range(len(ids), len(sequence) - settings.window + 1, settings.step))
-        tensors = _target_windows(target, sequence, len(ids), starts, settings)
-    with enable(draft):
-        tensors["lookahead"] = _draft_windows(draft, sequence, starts, settings)
-    tensors["lengths"] = torch.tensor(starts, dtype=torch.long)
-    tensors["tokens"], tensors["prompt_length"] = sequence, torch.tensor(len(ids))
-    return tensors
-
-
-def greedy_continuation(model: "PreTrainedModel", ids: Sequence[int], new_tokens: int) -> list[int]:
-    """Up to `new_tokens` tokens of the model's own choice, the one that ends the text included. It must be enabled."""
-    cache = _prefilled(model, torch.tensor(ids), len(ids) - 1, len(ids) + new_tokens)
-    ends = getattr(model.generation_config, "eos_token_id", None)
-    stops = set(ends if isinstance(ends, list) else [ends])
-    tokens = [ids[-1]]
-    while len(tokens) <= new_tokens and (len(tokens) == 1 or tokens[-1] not in stops):
-        logits, _ = _block(model, cache, torch.tensor(tokens[-1:]), {})
-        tokens.append(int(logits[0, -1].argmax()))
-    return tokens[1:]
-
-
-def _target_windows(
-    model: "PreTrainedModel", sequence: torch.Tensor, prompt: int, starts: list[int], settings: TraceSettings
-) -> dict[str, torch.Tensor]:
-    """Truth, new mass and histories of each window."""
-    config = model.config.get_text_config(decoder=True)
-    heads = all_heads(model)
-    tail, width = max(settings.deltas), starts[-1] if starts else 0
-    truth = torch.zeros(len(starts), len(heads), width, dtype=torch.float16)
-    new_mass = torch.zeros(len(starts), len(heads))
-    history = torch.zeros(len(settings.deltas), len(starts), len(settings.target), width, dtype=torch.float16)
-    cache = _prefilled(model, sequence, prompt - tail, len(sequence))
-    recent = _block(model, cache, sequence[prompt - tail : prompt], heads)[1]
-    scale = family_of(config).scale(config)
-    for i, start in enumerate(starts):
-        for d, delta in enumerate(settings.deltas):
-            # an earlier query has seen what was there by then, itself included
-            asked = {layer: q[:, tail - delta : tail - delta + 1] for layer, q in recent.items()}
-            history[d, i, :, :start] = _scores(model, cache, asked, start - delta + 1, settings.target)[:, :start]
-        queries = _block(model, cache, sequence[start : start + settings.step], heads)[1]
-        for layer, q in queries.items():
-            keys = cache.layers[layer].keys[0]
-            rows = attention_rows(q[0, : settings.window], keys, start, scale)  # [HQ, w, start + w]
-            truth[i, layer, :start] = (rows[:, :, :start].mean((0, 1)) * SCALE).half().cpu()
-            new_mass[i, layer] = rows[:, :, start:].sum(-1).mean().cpu()
-        recent = {layer: torch.cat([recent[layer], q], dim=1)[:, -tail:] for layer, q in queries.items()}
-    return {"truth": truth, "new_mass": new_mass, "history": history}
-
-
-def _draft_windows(
-    model: "PreTrainedModel", sequence: torch.Tensor, starts: list[int], settings: TraceSettings
-) -> torch.Tensor:
-    """Lookahead of each window: the draft's queries at its positions, each over the committed tokens alone."""
-    heads = {layer: all_heads(model)[layer] for layer, _ in settings.draft}
-    # the target may have a larger padding of the vocabulary
-    sequence = sequence.clamp(max=model.config.get_text_config(decoder=True).vocab_size - 1)
-    width = starts[-1] if starts else 0
-    lookahead = torch.zeros(len(starts), len(settings.draft), width, dtype=torch.float16)
-    if starts:
-        cache = _prefilled(model, sequence, starts[0], len(sequence))
-    for i, start in enumerate(starts):
-        queries = _block(model, cache, sequence[start : start + settings.step], heads)[1]
-        asked = {layer: q[:, : settings.window] for layer, q in queries.items()}
-        lookahead[i, :, :start] = _scores(model, cache, asked, start, settings.draft)[:, :start]
-    return lookahead
-
-
-def _scores(
-    model: "PreTrainedModel", cache: DustinCache, queries: Queries, length: int, candidates: tuple[Candidate, ...]
-) -> torch.Tensor:
-    """Scores of each candidate by the scorer that runs online (paper equation 5), `[C, capacity]`, as stored."""
-    config = model.config.get_text_config(decoder=True)
-    family = family_of(config)
-    rows = []
-    for layer, heads in candidates:
-        q = queries[layer][:, :, list(heads)]
-        lengths, counts = (torch.tensor([n], device=q.device) for n in (length, q.shape[1]))
-        scorer = HeadScorer({layer: heads}, family.group(config), family.scale(config))
-        total = scorer({layer: q}, cache, lengths, counts)[0]
-        rows.append((total * (SCALE / (len(heads) * q.shape[1]))).half().cpu())
-    return torch.stack(rows)
-
-
-def _prefilled(model: "PreTrainedModel", sequence: torch.Tensor, length: int, capacity: int) -> DustinCache:
-    """A cache that holds the first `length` tokens."""
-    device = input_device(model)
-    cache = DustinCache(model.config.get_text_config(decoder=True).num_hidden_layers, 1, capacity, device)
-    if length > 0:  # `prefill` leaves the last token of what it is given
-        prefill(model, cache, sequence[None, : length + 1].to(device), [0], [0])
-    return cache
-
-
-def _block(
-    model: "PreTrainedModel", cache: DustinCache, tokens: torch.Tensor, heads: Heads
-) -> tuple[torch.Tensor, Queries]:
-    """Run a block of a single row and commit it."""
-    out = tapped_block(model, cache, tokens[None].to(cache.lengths.device), heads=heads, logits_to_keep=1)
-    cache.lengths = cache.lengths + len(tokens)
-    return out
 
 
 def fingerprint(model: "PreTrainedModel") -> dict[str, str]:
