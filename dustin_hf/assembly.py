@@ -116,7 +116,7 @@ def assemble(
         logits_processor: as stock `generate` prepares it.
         stopping_criteria: as stock `generate` prepares it.
         generation_config: as stock `generate` prepares it.
-        profile: of the pair; None for the default.
+        profile: of the pair; None for the one that is shipped, if any, else the default.
         num_assistant_tokens: gamma as given to `generate`, if it was.
         attention_mask: `[B, W]`, 0 on pads; None where there are none.
         position_ids: accepted only if they count each row from 0.
@@ -131,6 +131,7 @@ def assemble(
     check_position_ids(position_ids, pads, input_ids.shape[1])
     config = DustinConfig.from_cache_config(generation_config.cache_config)
     target_config, draft_config = (m.config.get_text_config(decoder=True) for m in (target, draft or target))
+    profile = profile or DustinProfile.shipped(target_config, draft_config)
     if profile is None:
         logger.warning_once(  # type: ignore[attr-defined]  # transformers adds it
             "No Dustin profile was given: an untuned default estimates attention. Use "

@@ -4,6 +4,7 @@ import hashlib
 import json
 import tempfile
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 PROFILE_NAME = "dustin_profile.json"
 CARD_NAME = "README.md"
 SCHEMA_VERSION = 1
+SHIPPED = Path(__file__).parent / "profiles"
 # Only cards with this line are written anew: a folder may hold a README of its own.
 _GENERATED = "<!-- made by dustin_hf; remove this line to keep changes -->"
 
@@ -98,6 +100,15 @@ class DustinProfile:
             return {int(0.6 * config.num_hidden_layers): tuple(range(config.num_attention_heads))}
 
         return cls(target_heads=middle(target), draft_heads=middle(draft))
+
+    @classmethod
+    def shipped(cls, target: "PreTrainedConfig", draft: "PreTrainedConfig") -> "DustinProfile | None":
+        """The profile that this package has for models of these shapes, fine-tunes included; None if it has none.
+
+        `enable` without a profile uses it.
+        """
+        wanted = config_hash(target), config_hash(draft)
+        return next((found for found in _all_shipped() if (found.target_hash, found.draft_hash) == wanted), None)
 
     def check_pair(self, target: "PreTrainedConfig", draft: "PreTrainedConfig | None") -> None:
         """Raise `ValueError` unless this profile was made for models of these shapes; without a draft, the target's."""
@@ -190,6 +201,11 @@ class DustinProfile:
             return cls(**json.loads(path.read_text(encoding="utf-8")))
         except (TypeError, AttributeError, json.JSONDecodeError) as error:
             raise ValueError(f"`profile` {path} is not a Dustin profile: {error}") from error
+
+
+@cache
+def _all_shipped() -> tuple[DustinProfile, ...]:
+    return tuple(DustinProfile.from_pretrained(path) for path in sorted(SHIPPED.glob("*.json")))
 
 
 def model_card(profile: DustinProfile, name: str = "path/or/hub-id") -> str:

@@ -9,10 +9,12 @@ import torch
 import yaml
 from helpers import dustin
 
+import dustin_hf
 from dustin_hf import DustinConfig, DustinProfile, Selection, SelectionPolicy, register_policy
+from dustin_hf import profile as profile_module
 from dustin_hf.drafting import streaming_slots
-from dustin_hf.profile import CARD_NAME, PROFILE_NAME, config_hash, model_card
-from dustin_hf.selection import _FACTORIES, policy_names
+from dustin_hf.profile import CARD_NAME, PROFILE_NAME, SHIPPED, config_hash, model_card
+from dustin_hf.selection import _FACTORIES, build_policy, policy_names
 from dustin_hf.testing import random_prompts, tiny_model
 
 
@@ -216,3 +218,36 @@ def test_policies_of_others(pair):
         assert rows != dustin(pair.target, pair.M, random_prompts([40, 80]), new=12)[0]
     finally:
         del _FACTORIES["every-other"]
+
+
+def test_shipped_profiles_are_found_by_the_shapes_of_a_pair(tmp_path, monkeypatch, caplog):
+    target, draft = tiny_model(seed=0), tiny_model(seed=1, num_hidden_layers=1)
+    made = DustinProfile({0: (1,)}, {0: (2,)}, 0.5, None, config_hash(target.config), config_hash(draft.config))
+    (tmp_path / "pair.json").write_text(json.dumps(made.to_dict()))
+    monkeypatch.setattr(profile_module, "SHIPPED", tmp_path)
+    profile_module._all_shipped.cache_clear()
+    try:
+        assert DustinProfile.shipped(target.config, draft.config) == made
+        assert DustinProfile.shipped(draft.config, target.config) is None
+        for assistant, expected in (
+            (draft, {0: (1,)}),
+            (target, DustinProfile.default(*[target.config] * 2).target_heads),
+        ):
+            seen = []
+            monkeypatch.setattr("dustin_hf.assembly.build_policy", lambda c: seen.append(c.profile) or build_policy(c))
+            with dustin_hf.enable(target):
+                target.generate(
+                    torch.tensor([[5, 6, 7]]),
+                    assistant_model=assistant,
+                    cache_implementation="dustin",
+                    max_new_tokens=3,
+                )
+            assert [profile.target_heads for profile in seen] == [expected]
+    finally:
+        profile_module._all_shipped.cache_clear()
+
+
+def test_every_shipped_profile_is_one():
+    for path in SHIPPED.glob("*.json"):
+        found = DustinProfile.from_pretrained(path)
+        assert found.target_hash and found.draft_hash and found.metadata["arr"] and found.draft_shares

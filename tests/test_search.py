@@ -14,6 +14,7 @@ from dustin_hf import DustinProfile
 from dustin_hf.profile import CARD_NAME, PROFILE_NAME
 from dustin_hf.profiling import identify, traces
 from dustin_hf.profiling import search as search_module
+from dustin_hf.profiling.prices import prices, reached
 from dustin_hf.profiling.recovery import SCALE, Objective, Prepared, Sample
 from dustin_hf.profiling.search import SearchSettings, brute_force, search
 from dustin_hf.profiling.study import StudySettings, encode, profile_pair
@@ -92,6 +93,60 @@ def test_the_known_optimum_is_found(tmp_path):
     rounds = [(found["model"], found["taken"]) for found in result.rounds]
     assert rounds == [("target", 1), ("target", None), ("draft", 2), ("draft", 0), ("draft", None)]
     assert brute_force(known_optimum(), SETTINGS) == ((1,), (0, 2), {10: 4})
+
+
+def test_a_search_for_some_layers_recovers_theirs(tmp_path):
+    """Two layers that look at other tokens, each known to signals of its own: a set for each keeps all of both."""
+    places = torch.randperm(POSITIONS - 2, generator=torch.Generator().manual_seed(0))[:16] + 1
+    truth = torch.stack([marked(places[:8], 0.1), marked(places[8:], 0.1)])
+    history = torch.stack([marked(places[:4]), marked(places[8:12]), marked(places[-1:])])
+    lookahead = torch.stack([marked(places[4:8]), marked(places[12:]), marked(places[:1])])
+    traces = MadeUp(*([x.expand(2, -1, -1)] * 3 for x in (truth, history, lookahead)))
+    settings = replace(SETTINGS, target_layers=1, draft_layers=1)
+    for layer in (0, 1):
+        found = search(traces, tmp_path / str(layer), settings, layers=[layer])
+        assert (found.target, found.draft, found.splits[10]) == ((layer,), (layer,), 4)
+        table = reached(Objective(traces, [0, 1], 1, 1, layers=[layer]), found)["10"]
+        assert table["hybrid"] == table["oracle"] == pytest.approx(1, abs=1e-3)
+    both = search(traces, tmp_path / "both", settings)
+    table = reached(Objective(traces, [0, 1], 1, 1), both)["10"]
+    # 8 free slots for 16 tokens, 10 for the oracle, which protects none; the window's own tokens have 0.2
+    assert table["hybrid"] == pytest.approx(0.2 + 0.8 * 8 / 16, abs=1e-3)
+    assert table["oracle"] == pytest.approx(0.2 + 0.8 * 10 / 16, abs=1e-3)
+    with pytest.raises(ValueError, match=r"other \['layers'\]"):
+        search(traces, tmp_path / "0", settings, layers=[1])
+
+
+def test_prices_of_fewer_heads_and_layer_groups(tmp_path):
+    """Each line is the search it says it is, on its own candidates and layers."""
+    data = noise(5, candidates=6)
+    target = tuple((layer, chosen) for chosen in ((0,), (0, 1), (0, 1, 2, 3)) for layer in range(2))
+    traces = MadeUp([s.truth() for s in data.samples], *raw(data), target=target)
+    settings = replace(SETTINGS, target_layers=1, draft_layers=3, trials=8, target=(4, 5), draft=(0, 1, 2))
+    table = prices(traces, tmp_path, settings, [0, 1], [2])
+    assert tuple(table["heads"]) == NUMBERS_OF_HEADS and list(table["groups"]) == ["1", "2"]
+    for name, places, layers in (("1 + 4", (0, 1), 1), ("2 + 8", (2, 3), 2)):
+        found = search(traces, tmp_path / name, replace(settings, target=places, draft_layers=layers), [0, 1])
+        assert table["heads"][name] == reached(Objective(traces, [2], 1, 1), found)
+    halves = []
+    for i in (0, 1):
+        found = search(traces, tmp_path / f"layer {i}", settings, [0, 1], layers=[i])
+        halves.append(reached(Objective(traces, [2], 1, 1, layers=[i]), found)["10"])
+    for name in ("hybrid", "oracle"):
+        assert table["groups"]["2"]["10"][name] == pytest.approx(sum(half[name] for half in halves) / 2)
+    assert table["groups"]["1"] == table["heads"]["4 + 12"]
+    assert prices(traces, tmp_path, settings, [0, 1], [2]) == table
+
+
+NUMBERS_OF_HEADS = "1 + 4", "1 + 8", "2 + 8", "4 + 12"
+
+
+def raw(traces):
+    """Histories and lookaheads of all candidates, as `MadeUp` takes them."""
+    return [
+        [torch.stack([getattr(s, name)([i]) for i in range(len(kinds))], 1) for s in traces.samples]
+        for name, kinds in (("history", traces.settings.target), ("lookahead", traces.settings.draft))
+    ]
 
 
 def test_each_budget_has_its_own_split(tmp_path):
@@ -306,6 +361,23 @@ def test_a_study_goes_on_where_it_was_interrupted(whole, study_pair, tokenizer, 
     assert run(study_pair, tokenizer, tmp_path) == whole.profile
     for name in (PROFILE_NAME, CARD_NAME, "report.json"):
         assert (tmp_path / name).read_bytes() == (whole.out / name).read_bytes()
+
+
+def test_a_study_with_comparisons(study_pair, tokenizer, tmp_path):
+    with pytest.raises(ValueError, match="`compare` needs `heads_per_layer` 4, got 2"):
+        run(study_pair, tokenizer, tmp_path, compare=True)
+    texts = {f"{i}.txt": " ".join(random.Random(i).choices(WORDS, k=45 + i)) + "." for i in range(2)}
+    profile = run(
+        study_pair, tokenizer, tmp_path, texts=texts, budgets=(24,), heads_per_layer=4, trials=3, compare=True
+    )
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert set(report["prices"]["groups"]) == {"1", "2"} and set(report["prices"]["heads"]) == set(NUMBERS_OF_HEADS)
+    # the same search as the study's own, but for the number of draft layers
+    assert (
+        report["prices"]["heads"]["4 + 12"]["24"]["hybrid"] >= report["prices"]["heads"]["1 + 4"]["24"]["hybrid"] - 0.05
+    )
+    assert profile == DustinProfile.from_pretrained(tmp_path)
+    assert [len(heads) for _, heads in report["candidates"]["target"]] == [4, 4, 4, 1, 1, 1, 2, 2, 2]
 
 
 def test_a_finished_study_is_not_made_again(whole, study_pair, tokenizer, monkeypatch):

@@ -45,6 +45,12 @@ def add_commands(commands: "Typer") -> None:
             int | None, typer.Option(min=1, help="Tokens of each continuation. Default: 128.")
         ] = None,
         trials: Annotated[int | None, typer.Option(min=1, help="Tried splits per budget. Default: 40.")] = None,
+        batch: Annotated[
+            int | None, typer.Option(min=1, help="Texts recorded at once. Default: 8 on CUDA, else 1.")
+        ] = None,
+        compare: Annotated[
+            bool, typer.Option("--compare", help="Report the price of fewer heads and the gain of layer groups too.")
+        ] = False,
         chat: Annotated[bool, typer.Option("--chat", help="Give each text as a user's message.")] = False,
         quick: Annotated[
             bool, typer.Option("--quick", help="Few short texts and trials; what else is given still counts.")
@@ -63,8 +69,9 @@ def add_commands(commands: "Typer") -> None:
             if plots is not None:
                 needs("matplotlib")
             options: dict[str, Any] = dict(QUICK) if quick else {}
-            given = {"max_context": max_context, "new_tokens": new_tokens, "trials": trials}
-            options.update({name: value for name, value in given.items() if value is not None}, chat=chat)
+            given = {"max_context": max_context, "new_tokens": new_tokens, "trials": trials, "batch_size": batch}
+            options |= {name: value for name, value in given.items() if value is not None}
+            options |= {"chat": chat, "compare": compare}
             if quick:
                 texts, samples = texts or BUILT_IN, samples or QUICK_TEXTS
             found_texts = validation_texts(texts, samples)

@@ -153,7 +153,7 @@ def oracle_set(
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """One sample, `W` windows: truth `[W, T]` and new mass `[W]`, means over layers."""
+    """One sample, `W` windows: truth `[W, T]` and new mass `[W]`, means over the layers that count."""
 
     sample: Sample
     truth: torch.Tensor
@@ -163,7 +163,10 @@ class Prepared:
 
     def arr(self, history: torch.Tensor, lookahead: torch.Tensor, k: int, m: int) -> float:
         """ARR of one hybrid set."""
-        slots = hybrid_set(history, lookahead, self.sample.lengths, k, m, self.sinks, self.window)
+        return self.arr_of(hybrid_set(history, lookahead, self.sample.lengths, k, m, self.sinks, self.window))
+
+    def arr_of(self, slots: torch.Tensor) -> float:
+        """ARR of a set for each window, `[W, k]`, the window's own tokens included."""
         kept = self.truth.gather(1, slots.clamp(min=0).long()).masked_fill(slots < 0, 0).sum(1)
         return float((kept + self.new_mass).double().mean())
 
@@ -184,6 +187,7 @@ class Objective:
         sinks: protected tokens at the start, counted in k.
         window: protected tokens at the end, counted in k.
         device: where sets are chosen.
+        layers: target layers whose attention counts. Default: all.
 
     Attributes:
         longest: most committed tokens of any window.
@@ -199,8 +203,10 @@ class Objective:
         sinks: int,
         window: int,
         device: torch.device | str = "cpu",
+        layers: Sequence[int] | None = None,
     ):
         self.traces, self.sinks, self.window, self.device = traces, sinks, window, device
+        self.layers = slice(None) if layers is None else list(layers)
         lengths = {i: traces.sample(i).lengths for i in numbers}
         self.numbers = [i for i, found in lengths.items() if len(found)]
         if not self.numbers:
@@ -213,7 +219,8 @@ class Objective:
     def prepared(self, number: int) -> Prepared:
         """One sample with its truth averaged."""
         sample = self.traces.sample(number, self.device)
-        return Prepared(sample, sample.truth().mean(1), sample.new_mass.mean(1), self.sinks, self.window)
+        truth, new_mass = sample.truth()[:, self.layers], sample.new_mass[:, self.layers]
+        return Prepared(sample, truth.mean(1), new_mass.mean(1), self.sinks, self.window)
 
 
 def policy_tables(
@@ -223,7 +230,9 @@ def policy_tables(
     splits: Mapping[int, int],
     default: tuple[int, int, float],
 ) -> dict[str, dict[str, dict[str, Any]]]:
-    """ARR of every policy with every budget: budget -> policy -> `arr`, `arr_committed`, `arr_per_layer`.
+    """ARR of every policy with every budget: budget -> policy -> figures.
+
+    These are `arr` and `arr_committed`, and of the former `arr_per_layer` and `arr_per_text`, in the objective's order.
 
     Args:
         objective: the samples.
@@ -232,7 +241,8 @@ def policy_tables(
         splits: m of each budget.
         default: target candidate, draft candidate and share of the profile of pairs that were never searched.
     """
-    totals: dict[str, dict[str, torch.Tensor]] = {str(k): {} for k in splits}  # [2, layers] for each policy
+    # of each policy [2, layers] for each sample
+    found: dict[str, dict[str, list[torch.Tensor]]] = {str(k): {} for k in splits}
     for number in objective.numbers:
         sample = objective.traces.sample(number, objective.device)
         truth, lengths = sample.truth(), sample.lengths
@@ -253,11 +263,15 @@ def policy_tables(
                 sets[f"history_{delta}"] = history_set(sample.history(target, delta), lengths, k, sinks, window)
             for name, slots in sets.items():
                 reached = [windowed_arr(truth, sample.new_mass, slots, new).double().mean(0) for new in (True, False)]
-                totals[str(k)][name] = totals[str(k)].get(name, 0) + torch.stack(reached) / len(objective.numbers)
+                found[str(k)].setdefault(name, []).append(torch.stack(reached).cpu())
+    return {k: {name: _figures(torch.stack(rows)) for name, rows in table.items()} for k, table in found.items()}
+
+
+def _figures(rows: torch.Tensor) -> dict[str, Any]:
+    """Means of ARR in both readings, `[samples, 2, layers]`."""
     return {
-        k: {
-            name: {"arr": float(x[0].mean()), "arr_committed": float(x[1].mean()), "arr_per_layer": x[0].tolist()}
-            for name, x in table.items()
-        }
-        for k, table in totals.items()
+        "arr": float(rows[:, 0].mean()),
+        "arr_committed": float(rows[:, 1].mean()),
+        "arr_per_layer": rows[:, 0].mean(0).tolist(),
+        "arr_per_text": rows[:, 0].mean(1).tolist(),
     }

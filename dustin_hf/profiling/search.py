@@ -88,6 +88,7 @@ def search(
     numbers: Sequence[int] | None = None,
     device: torch.device | str = "cpu",
     progress: Progress | None = None,
+    layers: Sequence[int] | None = None,
 ) -> SearchResult:
     """Algorithm 1. An interrupted search goes on from the last finished round or trial, and ends the same.
 
@@ -98,6 +99,7 @@ def search(
         numbers: samples to search on. Default: all.
         device: where sets are chosen.
         progress: called with the phase, and how much of it is done.
+        layers: target layers whose attention counts. Default: all.
 
     Raises:
         ValueError: if the folder holds another search, or the texts are too short for there to be a choice.
@@ -105,13 +107,14 @@ def search(
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     numbers = list(range(len(traces)) if numbers is None else numbers)
-    objective = Objective(traces, numbers, settings.sinks, settings.window, device)
+    objective = Objective(traces, numbers, settings.sinks, settings.window, device, layers)
     if objective.longest <= max(settings.budgets):
         raise ValueError(
             f"the longest context has {objective.longest} tokens, so a budget of {max(settings.budgets)} keeps all "
             "of them and there is nothing to choose: take longer texts or smaller `budgets`"
         )
     about = {"settings": asdict(settings), "traces": _digest(traces.index), "numbers": numbers}
+    about |= {} if layers is None else {"layers": list(layers)}
     state = _State(folder / STATE_NAME, json.loads(json.dumps(about)))
     result = SearchResult()
     for model, most in (("target", settings.target_layers), ("draft", settings.draft_layers)):

@@ -20,6 +20,7 @@ from dustin_hf.forward import input_device
 from dustin_hf.profile import DustinProfile, Heads, config_hash
 from dustin_hf.profiling.identify import best_heads, score_heads
 from dustin_hf.profiling.needles import needle_samples, read_texts
+from dustin_hf.profiling.prices import prices
 from dustin_hf.profiling.recovery import Objective, policy_tables
 from dustin_hf.profiling.search import SearchSettings, search
 from dustin_hf.profiling.traces import (
@@ -63,6 +64,7 @@ class StudySettings:
         needle_lengths: tokens of the samples that heads are identified on; those beyond a model's limit are left out.
         max_context: longer texts lose their middle, so that a question at the end stays. Default: they are an error.
         chat: give each text as a user's message, by the tokenizer's chat template.
+        compare: report too what fewer heads cost and sets for layer groups would gain (`prices`): nine more searches.
     """
 
     budgets: tuple[int, ...] = (128, 256, 512)
@@ -82,6 +84,11 @@ class StudySettings:
     max_context: int | None = None
     chat: bool = False
     batch_size: int = 1
+    compare: bool = False
+
+    def __post_init__(self) -> None:
+        if self.compare and self.heads_per_layer != 4:
+            raise ValueError(f"`compare` needs `heads_per_layer` 4, got {self.heads_per_layer}")
 
     def traces(self, target: tuple[Candidate, ...], draft: tuple[Candidate, ...]) -> TraceSettings:
         """What is recorded."""
@@ -169,7 +176,7 @@ def profile_pair(
         budgets: k; each gets an m of its own.
         gamma: drafted tokens per step.
         progress: called with the phase, and how much of it is done. Default: progress bars.
-        options: fields of `StudySettings`.
+        options: fields of `StudySettings`; `batch_size` is 8 by default on CUDA.
 
     Raises:
         ModuleNotFoundError: without optuna.
@@ -181,6 +188,7 @@ def profile_pair(
     if find_spec("optuna") is None:  # now, not after hours of recording
         raise ModuleNotFoundError("profiling needs optuna: pip install 'dustin_hf[search]'", name="optuna")
     check_pair(target, draft)
+    options.setdefault("batch_size", 8 if input_device(target).type == "cuda" else 1)
     settings = StudySettings(budgets=tuple(budgets), gamma=gamma, **options)
     out, progress = Path(out), ProgressBars() if progress is None else progress
     if texts is None or isinstance(texts, str | Path):
@@ -199,9 +207,10 @@ def profile_pair(
     date = _begin(out, settings, prompts, target, draft)
     target_heads = _identify("target", target, tokenizer, texts, out, settings, progress)
     draft_heads = _identify("draft", draft, tokenizer, texts, out, settings, progress)
-    # the default's heads are recorded as well, to be compared with
+    # the default's heads are recorded as well, to be compared with, and the best few of each layer
+    fewer = [{layer: best[:n] for layer, best in target_heads.items()} for n in ((1, 2) if settings.compare else ())]
     trace_settings = settings.traces(
-        as_candidates(target_heads, default.target_heads), as_candidates(draft_heads, default.draft_heads)
+        as_candidates(target_heads, default.target_heads, *fewer), as_candidates(draft_heads, default.draft_heads)
     )
     size = size_estimate(target, lengths.values(), trace_settings)
     logger.info("the traces take up to %.2f GB in %s", size / 1e9, out)
@@ -248,7 +257,7 @@ def profile_pair(
         draft_shares=shares,
         metadata=json.loads(json.dumps(metadata)),
     )
-    report = {
+    report: dict[str, Any] = {
         "definition": DEFINITION,
         "settings": asdict(settings),
         "searched": [list(prompts)[i] for i in searched],
@@ -260,6 +269,9 @@ def profile_pair(
         "candidates": {name: getattr(trace_settings, name) for name in ("target", "draft")},
         "profile": profile.to_dict(),
     }
+    if settings.compare:
+        profile.save_pretrained(out)  # there is more to wait for, but not for this
+        report["prices"] = prices(traces, out / "prices", search_settings, searched, held_out, device, progress)
     write_file(out / REPORT_NAME, json.dumps(report, indent=1).encode())
     profile.save_pretrained(out)
     return profile

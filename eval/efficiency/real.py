@@ -90,7 +90,7 @@ def run_real(
         arms: names of `REAL_ARMS`.
         new_tokens: of each row.
         command: as typed, for the record.
-        profile: of the pair; None for the default.
+        profile: of the pair; None for the one that is shipped, if any, else the default.
         progress: is told what comes next.
         ragged: prompts from half the context to all of it, instead of equal ones.
 
@@ -107,7 +107,9 @@ def run_real(
     sizes = [(batch, context) for batch in batches for context in contexts]
     points = [(*size, cut_prompts(texts, row_lengths(size[1], size[0], ragged))) for size in sizes]
     rate = copy_rate() if target.device.type == "cuda" else None
-    used = profile or DustinProfile.default(*(m.config.get_text_config(decoder=True) for m in (target, draft)))
+    configs = [model.config.get_text_config(decoder=True) for model in (target, draft)]
+    shipped = DustinProfile.shipped(configs[0], configs[1])
+    used = profile or shipped or DustinProfile.default(configs[0], configs[1])
     rows: list[dict[str, Any]] = []
     own = target.generation_config
     target.generation_config = GenerationConfig(pad_token_id=0)  # nothing ends a text, and no processor looks at it
@@ -131,7 +133,7 @@ def run_real(
         "target": _name(target.config),
         "draft": _name(draft.config),
         "acceptance": f"real: greedy, {new_tokens} new tokens per row",
-        "profile": "default" if profile is None else "given",
+        "profile": "given" if profile else "shipped" if shipped else "default",
         "notes": list(NOTES),
         "prompts": [
             {"context": context, "batch": batch, "source": p.source, "start": p.start, "length": len(p.tokens)}
