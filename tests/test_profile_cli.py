@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from dustin_hf import cli
+from dustin_hf.profiling.cli import cut
 from dustin_hf.testing import tiny_model
 
 WORDS = "a the cat dog sat ran on under mat tree and saw it then".split()
@@ -212,3 +213,13 @@ def test_plots_of_a_replay(tmp_path):
     check_drawn(plot_fidelity(tmp_path / "fidelity.json", tmp_path / "figures"), ["arr_kl", "budgets", "drift"])
     with pytest.raises(ValueError, match="not a result that can be drawn"):
         plot_fidelity(tmp_path / "absent.json", tmp_path)
+
+
+def test_whole_texts_lose_their_middle():
+    def words(text, verbose):
+        return {"input_ids": list(map(int, text.split()))}
+
+    texts = {"a": "1 2 3 4 5 6", "b": "7 8", "c": "9"}
+    assert cut(texts, words, 5, 2, whole=True) == {"a": [1, 2, 3, 5, 6], "b": [7, 8]}
+    with pytest.raises(ValueError, match="--texts hold 3 texts, 4 are asked for"):
+        cut(texts, words, 5, 4, whole=True)

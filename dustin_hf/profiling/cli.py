@@ -111,6 +111,9 @@ def add_commands(commands: "Typer") -> None:
             ),
         ] = None,
         context: Annotated[int, typer.Option(min=1, help="Tokens of each context.")] = 2048,
+        whole: Annotated[
+            bool, typer.Option("--whole", help="A text is one context, its middle cut to --context, not several.")
+        ] = False,
         samples: Annotated[int, typer.Option(min=1, help="Contexts, taken from all texts in turn.")] = 4,
         new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each continuation.")] = 128,
         gamma: Annotated[int, typer.Option(min=1, help="Tokens that are verified at once.")] = 4,
@@ -141,7 +144,7 @@ def add_commands(commands: "Typer") -> None:
             found_texts = read_texts(texts)
             loaded = None if profile is None else _profile(profile)
             first, second, tokenizer = load_pair(target, draft, _device(device))
-            contexts = cut(found_texts, tokenizer, context, samples)
+            contexts = cut(found_texts, tokenizer, context, samples, whole)
             with bars() as progress:
                 result = measure.fidelity(
                     first,
@@ -162,14 +165,24 @@ def add_commands(commands: "Typer") -> None:
                 _say_drawn(plot_fidelity(out, plots), plots)
 
 
-def cut(texts: Mapping[str, str], tokenizer: Any, context: int, samples: int) -> dict[str, list[int]]:
+def cut(
+    texts: Mapping[str, str], tokenizer: Any, context: int, samples: int, whole: bool = False
+) -> dict[str, list[int]]:
     """Contexts of `context` tokens by name, from all texts in turn, none overlapping another.
 
+    With `whole` the first texts as they are, without the middle of longer ones.
+
     Raises:
-        ValueError: if the texts are too short.
+        ValueError: if the texts are too short or too few.
     """
     from dustin_hf.eval.efficiency.texts import cut_prompts
+    from dustin_hf.profiling.study import without_middle
 
+    if whole:
+        if len(texts) < samples:
+            raise ValueError(f"--texts hold {len(texts)} texts, {samples} are asked for: lower --samples")
+        chosen = list(texts.items())[:samples]
+        return {name: without_middle(tokenizer(text, verbose=False)["input_ids"], context) for name, text in chosen}
     rows = tokenizer(list(texts.values()), add_special_tokens=False, verbose=False)["input_ids"]
     found = sum(len(row) // context for row in rows)
     if found < samples:

@@ -287,10 +287,12 @@ def encode(tokenizer: "PreTrainedTokenizerBase", text: str, settings: StudySetti
         return list(tokenizer(text, verbose=False)["input_ids"])
 
     ids, limit = ids_of(text), settings.max_context
-    if limit is None or len(ids) <= limit:
-        return ids
-    # the middle goes, so that what a template or a tokenizer adds to both ends stays
-    return ids[: limit - limit // 2] + ids[len(ids) - limit // 2 :]
+    return ids if limit is None else without_middle(ids, limit)
+
+
+def without_middle(ids: list[int], limit: int) -> list[int]:
+    """At most `limit` ids, from both ends: a question at the end stays, and what a template or a tokenizer adds."""
+    return ids if len(ids) <= limit else ids[: limit - limit // 2] + ids[len(ids) - limit // 2 :]
 
 
 def _begin(out: Path, settings: StudySettings, prompts: Mapping[str, list[int]], *models: "PreTrainedModel") -> str:
