@@ -13,6 +13,7 @@ from dustin_hf.collecting import ColumnCollector
 from dustin_hf.config import DEFAULT_NUM_ASSISTANT_TOKENS, DustinConfig, check_num_assistant_tokens
 from dustin_hf.drafting import ModelProposer, PromptLookupProposer, Proposer
 from dustin_hf.forward import StockForward, input_device
+from dustin_hf.model_patches.attention import block_attention
 from dustin_hf.model_patches.families import family_of
 from dustin_hf.pool import Pool, rounded
 from dustin_hf.prefill import held_prefixes, prefill
@@ -75,6 +76,16 @@ class Call:
         if isinstance(proposer, ModelProposer) and proposer.cache is not parts.cache:
             prompts = proposer.embeddable(prompts).to(input_device(proposer.model))
             prefill(proposer.model, proposer.cache, prompts, self.pads, self.draft_held, self.prefill_chunk_size)
+        if parts.policy.prompt_tail:
+            with block_attention(parts.forward.model):
+                parts.policy.begin(parts.forward.model, parts.cache, self._tail(parts.policy.prompt_tail))
+
+    def _tail(self, count: int) -> torch.Tensor:
+        """The last `count` tokens that the target's cache holds, `[B, count]`; zeros where a row has fewer."""
+        first, device = self.state.first, self.state.first.device
+        columns = first[:, None] - 1 - count + torch.arange(count, device=device)
+        tokens = self.state.sequences.gather(1, columns.clamp(min=0))
+        return torch.where(columns >= torch.tensor(self.pads, device=device)[:, None], tokens, 0)
 
     def keep(self) -> None:
         """Leave the cache ready for a next call: with the tokens it holds, and the assistant's own beside it."""
@@ -187,7 +198,7 @@ def assemble(
 
     target_scorer = _head_scorer(target_config, profile.target_heads)
     draft_scorer = _head_scorer(draft_config, profile.draft_heads)
-    policy = build_policy(PolicyContext(config, profile, target_scorer, draft_scorer))
+    policy = build_policy(PolicyContext(config, profile, target_scorer, draft_scorer, target_config, draft_config))
     wants = generation_config.return_dict_in_generate
     parts = StepParts(
         forward=StockForward(target),

@@ -148,7 +148,7 @@ class FusedForward:
         q_norm, k_norm = (getattr(getattr(module, name, None), "weight", None) for name in ("q_norm", "k_norm"))
         block = (qkv, merged.get("bias"), q_norm, k_norm, self.norm_eps, *self.tables[-1])
         start, indices = attention.start_on(qkv.device), attention.indices_of(index, qkv.device)
-        if indices is not None and index not in attention.heads:
+        if indices is not None and index not in attention.heads:  # else the queries are needed by themselves
             o = rope_sparse_attention(*block, start, stored.keys, stored.values, indices, module.scaling)
         else:
             rope_append(*block, start, stored.keys, stored.values)

@@ -11,7 +11,6 @@ from dustin_hf.forward import Forward, input_device
 from dustin_hf.model_patches.attention import BlockAttention
 from dustin_hf.modules import parameters_of
 from dustin_hf.pool import Pool
-from dustin_hf.selection import Selection
 from dustin_hf.stats import Clock
 from dustin_hf.step import DecodeState, StepParts, speculative_step
 
@@ -122,6 +121,8 @@ class CapturedForward:
         self, cache: DustinCache, ids: torch.Tensor, attention: BlockAttention, logits_to_keep: int = 0
     ) -> torch.Tensor:
         indices = attention.selection.indices
+        if attention.selection.choose is not None:  # it looks at tensors of this step
+            return self.forward(cache, ids, attention, logits_to_keep)
         key = (tuple(ids.shape), None if indices is None else tuple(indices.shape), logits_to_keep)
         runs = self._runs[key] = self._runs.get(key, 0) + 1
         if runs <= 2:  # compile the kernels, and leave alone what is not a habit: the first block reads everything
@@ -144,7 +145,7 @@ class CapturedForward:
         device, selection = input_device(self.model), attention.selection
         indices = None if selection.indices is None else selection.indices.to(device, copy=True)
         start = attention.start.to(device, copy=True)
-        own = BlockAttention(start, Selection(indices, selection.layer_sets), attention.heads)
+        own = BlockAttention(start, replace(selection, indices=indices), attention.heads)
         own_ids, graph = ids.to(device, copy=True), torch.cuda.CUDAGraph()
         with torch.cuda.device(device):
             torch.cuda.synchronize()

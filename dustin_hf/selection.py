@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,6 +13,9 @@ from dustin_hf.kernels.topk_select import topk_select
 from dustin_hf.profile import DustinProfile, Heads
 from dustin_hf.scoring import HeadScorer, Queries
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
 
 @dataclass(frozen=True, slots=True)
 class Selection:
@@ -20,10 +24,17 @@ class Selection:
     Args:
         indices: `[n_sets, B, 1 or H, k]` int32, -1 for unused places; None: every committed token (full attention).
         layer_sets: the set of each target layer; None: set 0 for all.
+        choose: instead of both, asked by each layer once its queries are there (`LayerChoice`).
     """
 
     indices: torch.Tensor | None = None
     layer_sets: tuple[int, ...] | None = None
+    choose: "LayerChoice | None" = None
+
+
+# layer, queries of the block `[B, L, HQ, D]`, keys of the cache `[B, H, T, D]`, committed tokens `[B]` -> the layer's
+# slots, `[B, 1 or H, k]` int32, -1 for unused places; None for every committed token
+LayerChoice = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +48,7 @@ class Signals:
         draft_cache: the draft's cache.
         draft_queries: layer -> `[B, gamma, NH, D]`, the lookahead queries; empty where no model drafted in this step.
         draft_counts: lookahead queries of each row that count, `[B]`; rows near their limit have fewer than gamma.
+        block_counts: tokens of the block to verify that count, `[B]`: one more than drafts.
         target_scores, draft_scores: of the policy's scorers, `[B, T]` float32; None where it has none, or where no
             model drafted.
     """
@@ -47,6 +59,7 @@ class Signals:
     draft_cache: DustinCache
     draft_queries: Queries
     draft_counts: torch.Tensor
+    block_counts: torch.Tensor
     target_scores: torch.Tensor | None = None
     draft_scores: torch.Tensor | None = None
 
@@ -63,11 +76,21 @@ class SelectionPolicy(ABC):
     draft_heads: Heads = {}
     target_scorer: HeadScorer | None = None
     draft_scorer: HeadScorer | None = None
+    prompt_tail = 0  # tokens that `begin` needs; without any it is not called
 
     @property
     def signature(self) -> tuple:
         """What its choice depends on, besides signals: captured steps are used again by policies of equal signature."""
         return (id(self),)
+
+    def begin(self, model: "PreTrainedModel", cache: DustinCache, tail: torch.Tensor) -> None:  # noqa: B027
+        """Look at the prompts once, after the prefill and before the first step.
+
+        Args:
+            model: the target, switched to the "dustin" attention.
+            cache: holds all tokens of the prompts but the last.
+            tail: the last `prompt_tail` of those tokens, `[B, prompt_tail]`; zeros where a row has fewer.
+        """
 
     @abstractmethod
     def select(self, signals: Signals) -> Selection:
@@ -128,12 +151,16 @@ class HybridPolicy(SelectionPolicy):
 
 @dataclass(frozen=True, slots=True)
 class PolicyContext:
-    """What a policy is built from: the user's options, the profile, and the scorers of both models' chosen heads."""
+    """What a policy is built from: the user's options, the profile, the scorers of both models' chosen heads, and both
+    models' configs (the target's twice where no model drafts).
+    """
 
     config: DustinConfig
     profile: DustinProfile
     target_scorer: HeadScorer
     draft_scorer: HeadScorer
+    target_config: "PreTrainedConfig"
+    draft_config: "PreTrainedConfig"
 
 
 PolicyFactory = Callable[[PolicyContext], SelectionPolicy]

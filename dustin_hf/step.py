@@ -107,6 +107,7 @@ def speculative_step(
                     proposer.cache,
                     draft.queries,
                     looked_ahead,
+                    counts + 1,
                     target_scores,
                     draft_scores,
                 )
@@ -129,7 +130,7 @@ def speculative_step(
             if collector is not None:
                 collector.add(first, kept, block_of.float())
         full = lengths + gamma + 1
-        read = _tokens_read(selection, full, gamma)
+        read = _tokens_read(selection, attention, full, gamma)
 
         # commit
         sequences[rows, first[:, None] + index] = torch.where(index < kept[:, None], tokens, parts.pad_token_id)
@@ -164,8 +165,10 @@ def _keep_view(state: DecodeState, view: DraftView | None) -> None:
         state.view.since.copy_(view.since)
 
 
-def _tokens_read(selection: Selection, full: torch.Tensor, gamma: int) -> torch.Tensor:
+def _tokens_read(selection: Selection, attention: BlockAttention, full: torch.Tensor, gamma: int) -> torch.Tensor:
     """Tokens that the verification of each row attended to, `[B]`, mean over layers and heads."""
+    if attention.read:
+        return torch.stack(attention.read).mean(0) + gamma + 1
     if selection.indices is None:
         return full
     per_set = (selection.indices >= 0).sum(-1).float().mean(-1)  # [n_sets, B]

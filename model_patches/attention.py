@@ -39,12 +39,14 @@ class BlockAttention:
 
     Attributes:
         queries: layer -> `[B, L, NH, D]`, filled during the forward (the query tap).
+        read: slots that each layer has chosen by itself, `[B]`, mean over heads (`Selection.choose`).
     """
 
     start: torch.Tensor
     selection: Selection
     heads: Heads
     queries: Queries = field(default_factory=dict)
+    read: list[torch.Tensor] = field(default_factory=list)
     _there: dict[torch.device, tuple[torch.Tensor, torch.Tensor | None]] = field(default_factory=dict, init=False)
 
     def _on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -64,6 +66,10 @@ class BlockAttention:
             self.queries[layer] = torch.stack([q[:, :, head] for head in self.heads[layer]], dim=2)
         start = self.start_on(q.device)
         indices = self.indices_of(layer, q.device)
+        if self.selection.choose is not None:
+            indices = self.selection.choose(layer, q, keys, start)
+            read = start.float() if indices is None else (indices >= 0).sum(-1).float().mean(-1)
+            self.read.append(read.to(self.start.device))
         if indices is None:
             return full_attention(q, keys, values, start, scale)[0]
         return sparse_attention(q, keys, values, indices, start, scale)[0]
@@ -73,7 +79,7 @@ class BlockAttention:
         return self._on(device)[0]
 
     def indices_of(self, layer: int, device: torch.device) -> torch.Tensor | None:
-        """The slots of one layer, `[B, 1 or H, k]`; None for all."""
+        """The slots of one layer, `[B, 1 or H, k]`; None for all, or if the layer chooses them by itself."""
         indices, sets = self._on(device)[1], self.selection.layer_sets
         return None if indices is None else indices[0 if sets is None else sets[layer]]
 

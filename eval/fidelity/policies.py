@@ -1,4 +1,4 @@
-"""Policies that only an evaluation has: recent tokens alone, and oracles that are shown the attention to come."""
+"""What a replay compares: the registered policies, baselines, and oracles that are shown the attention to come."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from dustin_hf.config import DustinConfig
-from dustin_hf.drafting import streaming_slots
+from dustin_hf.eval.baselines.streaming import StreamingPolicy
 from dustin_hf.model_patches.families import family_of
 from dustin_hf.profile import DustinProfile
 from dustin_hf.profiling.recovery import oracle_set
@@ -24,22 +24,6 @@ from dustin_hf.selection import (
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-
-class StreamingPolicy(SelectionPolicy):
-    """Sinks and the most recent tokens (StreamingLLM; paper appendix C.3).
-
-    Args:
-        k: slots in all.
-        sinks: first tokens of each row, counted in `k`.
-    """
-
-    def __init__(self, k: int, sinks: int):
-        self.k, self.sinks = k, sinks
-
-    def select(self, signals: Signals) -> Selection:
-        size = min(self.k, max(signals.target_cache.capacity, self.sinks + 1))
-        return Selection(streaming_slots(signals.lengths, self.sinks, size))
 
 
 class OraclePolicy(SelectionPolicy):
@@ -133,11 +117,11 @@ def build_arms(
     """
     modes, budgets = list(dict.fromkeys(modes)), list(dict.fromkeys(budgets))
     check_arms(modes, budgets, sinks, window)
-    scorers = []
-    for model, heads in ((target, profile.target_heads), (draft, profile.draft_heads)):
-        config = model.config.get_text_config(decoder=True)
-        family = family_of(config)
-        scorers.append(HeadScorer(heads, family.group(config), family.scale(config)))
+    configs = [model.config.get_text_config(decoder=True) for model in (target, draft)]
+    by_target, by_draft = (
+        HeadScorer(heads, family_of(config).group(config), family_of(config).scale(config))
+        for config, heads in zip(configs, (profile.target_heads, profile.draft_heads))
+    )
     arms = [Arm("full", None, FullPolicy())] if "full" in modes else []
     for budget in budgets:
         options = DustinConfig(budget=budget, sinks=sinks, window=window)
@@ -145,6 +129,8 @@ def build_arms(
             if mode in EVALUATED:
                 arms.append(Arm(mode, budget, EVALUATED[mode](budget, sinks)))
             elif mode != "full":
-                context = PolicyContext(replace(options, mode=mode), profile, *scorers)
+                context = PolicyContext(
+                    replace(options, mode=mode), profile, by_target, by_draft, configs[0], configs[1]
+                )
                 arms.append(Arm(mode, budget, build_policy(context)))
     return arms

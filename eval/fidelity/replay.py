@@ -225,6 +225,7 @@ class _Replay:
                     self.draft_cache,
                     asked,
                     ones * ids.shape[1],
+                    ones * ids.shape[1],
                     None if past is None else past(lane.history, self.cache, lengths, ones),
                     None if to_come is None else draft_scores[id(to_come)],
                 )

@@ -1,0 +1,77 @@
+"""Quest: whole pages of the cache, ranked by a bound on their attention from minima and maxima of their keys."""
+
+from functools import partial
+
+import torch
+
+from dustin_hf.selection import Selection, SelectionPolicy, Signals
+
+
+class QuestPolicy(SelectionPolicy):
+    """Pages by the upper bound of `q . k` over their keys (Quest, arXiv:2406.10774).
+
+    Per layer and key/value head; layers 0 and 1 read everything (paper appendix C.3). The method has one query and a
+    head for each; here a page counts by the largest bound over a block's queries and the heads of a group, and the
+    page that is being filled is always read (ours). Bounds are made anew from the keys in every step: right, and no
+    measure of the method's speed.
+
+    Args:
+        k: slots in all, at least a page.
+        page: slots of a page.
+        dense_layers: first layers that read everything.
+    """
+
+    def __init__(self, k: int, page: int = 16, dense_layers: int = 2):
+        if k < page:
+            raise ValueError(f"`budget` must hold a page of {page} slots for Quest, got {k}")
+        self.k, self.page, self.dense_layers = k, page, dense_layers
+
+    @property
+    def signature(self) -> tuple:
+        return (type(self).__name__, self.k, self.page, self.dense_layers)
+
+    def select(self, signals: Signals) -> Selection:
+        return Selection(choose=partial(self._choose, signals.block_counts))
+
+    def _choose(
+        self, counts: torch.Tensor, layer: int, q: torch.Tensor, keys: torch.Tensor, lengths: torch.Tensor
+    ) -> torch.Tensor | None:
+        if layer < self.dense_layers:
+            return None
+        bounds = page_bounds(q, keys, lengths, self.page, counts.to(q.device))  # [B, H, pages]
+        pages = torch.arange(bounds.shape[2], device=q.device)
+        last = ((lengths - 1) // self.page)[:, None, None]
+        bounds = bounds.masked_fill(pages == last, float("inf")).masked_fill(pages > last, float("-inf"))
+        chosen = bounds.topk(min(self.k // self.page, bounds.shape[2]), dim=-1).indices.sort(-1).values
+        slots = (chosen[..., None] * self.page + torch.arange(self.page, device=q.device)).flatten(2)
+        return slots.masked_fill(slots >= lengths[:, None, None], -1).int()
+
+
+def page_bounds(
+    q: torch.Tensor, keys: torch.Tensor, lengths: torch.Tensor, page: int, counts: torch.Tensor
+) -> torch.Tensor:
+    """Largest `q . k` that any key within the minima and maxima of a page could have, `[B, H, pages]` float32.
+
+    The largest over the queries `[B, L, HQ, D]` and the heads of a group; 0 for a page without a committed key.
+
+    Args:
+        q: queries after rotary embedding.
+        keys: storage, `[B, H, T, D]`.
+        lengths: committed tokens, `[B]`.
+        page: slots of a page; the last one may be short.
+        counts: queries of each row that count, `[B]`.
+    """
+    batch, heads, slots, dim = keys.shape
+    missing = -slots % page
+    held = torch.arange(slots + missing, device=keys.device) < lengths[:, None]  # [B, T]
+    paged = torch.nn.functional.pad(keys, (0, 0, 0, missing)).float().view(batch, heads, -1, page, dim)
+    held = held.view(batch, 1, -1, page, 1)
+    low = paged.masked_fill(~held, float("inf")).amin(3)
+    high = paged.masked_fill(~held, float("-inf")).amax(3)
+    empty = ~held.any(3)
+    low, high = low.masked_fill(empty, 0.0), high.masked_fill(empty, 0.0)  # [B, H, pages, D]
+    group = q.shape[2] // heads
+    rows = q.float().view(batch, -1, heads, group, dim).permute(0, 2, 1, 3, 4).flatten(2, 3)  # [B, H, L * G, D]
+    bound = rows.clamp(min=0) @ high.transpose(2, 3) + rows.clamp(max=0) @ low.transpose(2, 3)
+    idle = torch.arange(rows.shape[2], device=q.device) // group >= counts[:, None]  # [B, L * G]
+    return bound.masked_fill(idle[:, None, :, None], float("-inf")).amax(2)
