@@ -15,7 +15,8 @@ def app() -> "Typer":
     import typer
 
     from dustin_hf.eval.efficiency.cli import bench_app
-    from dustin_hf.profiling.cli import add_commands
+    from dustin_hf.eval.longbench import cli as longbench
+    from dustin_hf.profiling import cli as profiling
 
     commands = typer.Typer(help="Dustin: sparse verification for speculative decoding of long contexts.")
     commands.add_typer(bench_app(), name="bench")
@@ -37,7 +38,8 @@ def app() -> "Typer":
         with errors_end_it():
             demo_module.run(model, texts or demo_module.TEXTS, max_new_tokens, budget, gamma, device)
 
-    add_commands(commands)
+    profiling.add_commands(commands)
+    longbench.add_commands(commands)
     return commands
 
 

@@ -75,7 +75,7 @@ def add_commands(commands: "Typer") -> None:
             if quick:
                 texts, samples = texts or BUILT_IN, samples or QUICK_TEXTS
             found_texts = validation_texts(texts, samples)
-            models = load_pair(target, draft, _device(device))
+            models = load_pair(target, draft, the_device(device))
             with bars() as progress:
                 found = profile_pair(
                     *models,
@@ -142,8 +142,8 @@ def add_commands(commands: "Typer") -> None:
             budgets, modes = budget or (128, 512), mode or measure.MODES
             check_arms(modes, budgets, measure.SINKS, measure.WINDOW)  # before models are loaded
             found_texts = read_texts(texts)
-            loaded = None if profile is None else _profile(profile)
-            first, second, tokenizer = load_pair(target, draft, _device(device))
+            loaded = None if profile is None else read_profile(profile)
+            first, second, tokenizer = load_pair(target, draft, the_device(device))
             contexts = cut(found_texts, tokenizer, context, samples, whole)
             with bars() as progress:
                 result = measure.fidelity(
@@ -257,7 +257,7 @@ def bars() -> Iterator[Callable[[str, int, int], None]]:
             shown.update(task, completed=shown.tasks[task].total)
 
 
-def _profile(name: str) -> Any:
+def read_profile(name: str) -> Any:
     """The profile of that name, with an error that names the option."""
     from dustin_hf.profile import DustinProfile
 
@@ -267,7 +267,8 @@ def _profile(name: str) -> Any:
         raise FileNotFoundError(f"--profile {name}: {str(error).splitlines()[0]}") from error
 
 
-def _device(given: str | None) -> str:
+def the_device(given: str | None) -> str:
+    """The device that was asked for, else CUDA where there is one."""
     import torch
 
     return given or ("cuda" if torch.cuda.is_available() else "cpu")

@@ -1,5 +1,6 @@
 """SnapKV: slots of the prompt by what its last tokens attend to, fixed during decoding."""
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -36,8 +37,13 @@ class SnapKVPolicy(SelectionPolicy):
     def begin(self, model: "PreTrainedModel", cache: DustinCache, tail: torch.Tensor) -> None:
         config = model.config.get_text_config(decoder=True)
         lengths, window = cache.lengths.clone(), self.prompt_tail
-        # the same tokens again: their keys and values are what they were
+        starts = [max(0, length - window) for length in lengths.tolist()]
+        held = [[x[i, :, start:].clone() for i, start in enumerate(starts)] for x in _storage(cache)]
         _, queries = tapped_block(model, cache, tail, lengths - window, logits_to_keep=1)
+        # the same tokens again, but a block rounds otherwise than the prefill
+        for x, rows in zip(_storage(cache), held):
+            for i, (start, states) in enumerate(zip(starts, rows)):
+                x[i, :, start:] = states
         self.prompt, self.room, found = lengths, cache.capacity - int(lengths.max()), []
         for layer, q in queries.items():
             keys = cache.layers[layer].keys
@@ -66,3 +72,9 @@ class SnapKVPolicy(SelectionPolicy):
         new = recent_slots(signals.lengths, self.prompt, self.room)[None, :, None]
         new = new.expand(len(self.slots), -1, self.slots.shape[2], -1)
         return Selection(torch.cat([self.slots, new], dim=3), tuple(range(len(self.slots))))
+
+
+def _storage(cache: DustinCache) -> Iterator[torch.Tensor]:
+    for layer in cache.layers:
+        yield layer.keys
+        yield layer.values

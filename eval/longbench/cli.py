@@ -1,0 +1,97 @@
+"""The command `dustin-hf longbench`."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+if TYPE_CHECKING:
+    from typer import Typer
+
+METHODS = ("full", "streaming", "snapkv", "quest", "specattn", "target", "draft", "hybrid", "oracle")
+
+
+def add_commands(commands: "Typer") -> None:
+    """Register the command."""
+    import typer
+
+    @commands.command()
+    def longbench(
+        target: Annotated[str, typer.Option(help="Folder or Hub id.")],
+        draft: Annotated[str, typer.Option(help="Folder or Hub id, of the same tokenizer; may be the target's.")],
+        out: Annotated[Path, typer.Option(help="Folder of the run; one that was interrupted goes on.")],
+        data: Annotated[
+            Path | None, typer.Option(help="Folder of TASK.jsonl or .jsonl.gz files. Default: LongBench on the Hub.")
+        ] = None,
+        task: Annotated[
+            list[str] | None, typer.Option(help="Name, or en or zh for all of a language; repeatable. Default: en.")
+        ] = None,
+        method: Annotated[
+            list[str] | None,
+            typer.Option(help=f"Of {', '.join(METHODS)}; repeatable. Default: full and hybrid."),
+        ] = None,
+        budget: Annotated[
+            list[int] | None, typer.Option(help="Cached tokens that are read; repeatable. Default: 512.")
+        ] = None,
+        limit: Annotated[int | None, typer.Option(min=1, help="Samples of each task. Default: all.")] = None,
+        batch: Annotated[int, typer.Option(min=1, help="Samples that are decoded together.")] = 1,
+        gamma: Annotated[int, typer.Option(min=1, help="Drafted tokens per step.")] = 3,
+        max_length: Annotated[
+            int | None,
+            typer.Option(min=2, help="Tokens that longer prompts are cut to. Default: what fits."),
+        ] = None,
+        draft_cache: Annotated[str, typer.Option(help="auto, full, streaming or sparse.")] = "auto",
+        profile: Annotated[
+            str | None, typer.Option(help="Folder, file or Hub id. Default: the pair's, if any.")
+        ] = None,
+        device: Annotated[
+            str | None, typer.Option(help="torch device. Default: cuda where there is one, else cpu.")
+        ] = None,
+    ) -> None:
+        """Answer LongBench under several methods, resumable, and score the answers as its authors do."""
+        from dustin_hf.profiling.cli import bars, one_line_errors, read_profile, the_device
+
+        with one_line_errors():
+            from dustin_hf.eval.efficiency.cli import command_line
+            from dustin_hf.eval.efficiency.texts import load_pair
+            from dustin_hf.eval.longbench import load_samples
+            from dustin_hf.eval.longbench.run import Method, Settings, run_longbench
+
+            names, budgets = method or ["full", "hybrid"], budget or [512]
+            methods = [Method(name, k) for name in names for k in (budgets if name != "full" else [None])]
+            samples = load_samples(tasks_of(task or ["en"]), data, limit)  # before models are loaded
+            loaded = None if profile is None else read_profile(profile)
+            models = load_pair(target, draft, the_device(device))
+            with bars() as progress:
+                found = run_longbench(
+                    *models,
+                    samples,
+                    methods,
+                    out,
+                    Settings(gamma, batch, max_length, draft_cache),
+                    loaded,
+                    command_line(),
+                    progress,
+                )
+            report(found)
+
+
+def tasks_of(names: Sequence[str]) -> list[str]:
+    """Tasks by name, `en` and `zh` standing for all of a language."""
+    from dustin_hf.eval.longbench import CHINESE, ENGLISH
+
+    groups = {"en": ENGLISH, "zh": CHINESE}
+    return list(dict.fromkeys(task for name in names for task in groups.get(name, (name,))))
+
+
+def report(found: Mapping[str, Mapping[str, Any]]) -> None:
+    """Print scores as a table: a row for each method, a column for each group of tasks."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    groups = list(dict.fromkeys(group for row in found.values() for group in row["groups"]))
+    table = Table("method", *groups, "mean of groups", "mean of tasks", box=box.ROUNDED)
+    for name, row in found.items():
+        cells = [f"{row['groups'][group]:.2f}" if group in row["groups"] else "-" for group in groups]
+        table.add_row(name, *cells, f"{row['over_groups']:.2f}", f"{row['over_tasks']:.2f}")
+    Console().print(table)

@@ -1,0 +1,71 @@
+"""The folder of a run: its configuration beside the answers, nothing overwritten, what a kill has torn mended."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dustin_hf.eval.efficiency.record import conditions
+from dustin_hf.profiling.traces import write_file
+
+CONFIG_NAME = "config.json"
+
+
+class RunFolder:
+    """Answers of one run: `config.json`, and `<task>.jsonl` with an answer on each line.
+
+    Args:
+        path: made by `begin` if absent.
+        about: what a run that goes on must have in common with this one; ready for JSON.
+
+    Attributes:
+        lines: task -> id -> answer.
+
+    Raises:
+        ValueError: if the folder is of another run, or a line of it cannot be read.
+    """
+
+    def __init__(self, path: Path, about: dict[str, Any]):
+        self.path, self.about = path, json.loads(json.dumps(about))
+        config = path / CONFIG_NAME
+        if config.is_file():
+            held = json.loads(config.read_text(encoding="utf-8"))
+            different = [name for name in self.about if held.get(name) != self.about[name]]
+            if different:
+                raise ValueError(f"{path} holds a run with other {different}: use another folder, or remove it")
+        self.lines = {task: self._read(task) for task in sorted(file.stem for file in path.glob("*.jsonl"))}
+
+    def begin(self, command: str) -> None:
+        """Write down what is run, unless it is there."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        if not (self.path / CONFIG_NAME).is_file():
+            content = {**self.about, "conditions": conditions(command)}
+            write_file(self.path / CONFIG_NAME, (json.dumps(content, indent=1) + "\n").encode())
+
+    def _read(self, task: str) -> dict[str, dict[str, Any]]:
+        """Answers by sample; a last line without its end, of a run that was killed, is cut off."""
+        path = self.path / f"{task}.jsonl"
+        content = path.read_bytes()
+        whole = content[: content.rfind(b"\n") + 1]
+        if whole != content:
+            write_file(path, whole)
+        found = {}
+        for number, line in enumerate(whole.splitlines(), 1):
+            try:
+                record = json.loads(line)
+                found[record["id"]] = record
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(f"{path}, line {number} cannot be read ({type(error).__name__}: {error})") from error
+        return found
+
+    def has(self, task: str, ids: Mapping[str, Any]) -> bool:
+        """Whether all of these samples are answered."""
+        return all(i in self.lines.get(task, {}) for i in ids)
+
+    def add(self, task: str, lines: Sequence[dict[str, Any]]) -> None:
+        """Append the answers that are not there yet."""
+        held = self.lines.setdefault(task, {})
+        new = [line for line in lines if line["id"] not in held]
+        with (self.path / f"{task}.jsonl").open("ab") as file:
+            file.write(b"".join(json.dumps(line, ensure_ascii=False).encode() + b"\n" for line in new))
+        held.update({line["id"]: line for line in new})

@@ -1,0 +1,168 @@
+"""LongBench from samples to scores: files that go on after a kill, refusals, and the command."""
+
+import json
+import shutil
+from dataclasses import asdict, replace
+
+import pytest
+from test_longbench_prompts import sample_of, tokenizer  # noqa: F401
+from typer.testing import CliRunner
+
+from dustin_hf import cli
+from dustin_hf.eval.longbench import CHINESE, ENGLISH, score_sample
+from dustin_hf.eval.longbench import run as run_module
+from dustin_hf.eval.longbench.cli import tasks_of
+from dustin_hf.eval.longbench.run import Method, Settings, run_longbench
+from dustin_hf.testing import noisy_copy, tiny_model
+
+METHODS = [Method("full"), Method("hybrid", 64), Method("snapkv", 64)]
+
+
+@pytest.fixture(scope="module")
+def pair():
+    target = tiny_model("llama", vocab_size=258, max_position_embeddings=4096)
+    target.generation_config.eos_token_id = 1
+    return target, noisy_copy(target, 0.05)
+
+
+@pytest.fixture(scope="module")
+def samples():
+    """Three of each task, of other lengths, the longest first."""
+    return {
+        task: [
+            replace(sample_of(task, f"{number} " + "river stone " * (40 - 9 * number)), id=f"{task}-{number}")
+            for number in range(3)
+        ]
+        for task in ("passage_count", "lcc")
+    }
+
+
+def files_of(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*.jsonl"))}
+
+
+def test_answers_and_scores(pair, samples, tokenizer, tmp_path):  # noqa: F811
+    found = run_longbench(*pair, tokenizer, samples, METHODS, tmp_path, Settings(batch_size=2), command="x --out /a/b")
+    assert list(found) == ["full", "hybrid-64", "snapkv-64"]
+    for name, row in found.items():
+        assert json.loads((tmp_path / name / "scores.json").read_text()) == row
+        assert row["tasks"]["lcc"]["samples"] == 3 and 1 <= row["tasks"]["lcc"]["tau"] <= 4
+        config = json.loads((tmp_path / name / "config.json").read_text())
+        assert config["settings"]["max_length"] == 4096 - 768 and config["conditions"]["command"] == "x --out b"
+        for task, chosen in samples.items():
+            lines = [json.loads(line) for line in (tmp_path / name / f"{task}.jsonl").read_text().splitlines()]
+            # the shortest first, whatever the order of the samples
+            assert [line["id"] for line in lines] == [f"{task}-{number}" for number in (2, 1, 0)]
+            scores = {s.id: score_sample(task, line["prediction"], s.answers) for s, line in zip(chosen[::-1], lines)}
+            assert row["tasks"][task]["score"] == round(100 * sum(scores.values()) / 3, 2)
+            assert all(0 < line["new_tokens"] <= 64 and line["steps"] > 0 for line in lines)
+    # lossless, and no worse for the methods that came after it on the same prefill
+    alone = run_longbench(*pair, tokenizer, samples, METHODS[1:], tmp_path / "alone", Settings(batch_size=2))
+    assert alone == {name: found[name] for name in alone}
+    assert files_of(tmp_path / "alone") == {k: v for k, v in files_of(tmp_path).items() if k.split("/")[0] in alone}
+
+
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_a_killed_run_ends_in_the_same_files(pair, samples, tokenizer, tmp_path, batch_size, monkeypatch):  # noqa: F811
+    settings, whole, parts = Settings(batch_size=batch_size), tmp_path / "whole", tmp_path / "parts"
+    expected = run_longbench(*pair, tokenizer, samples, METHODS[:2], whole, settings)
+    answer, calls = run_module._answer, []
+
+    def killed(*args):
+        calls.append(args)
+        if len(calls) > 1:
+            raise KeyboardInterrupt
+        return answer(*args)
+
+    for _ in range(10):
+        calls.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(run_module, "_answer", killed)
+            try:
+                run_longbench(*pair, tokenizer, samples, METHODS[:2], parts, settings)
+                break
+            except KeyboardInterrupt:
+                # and in the middle of a line
+                with next(parts.rglob("*.jsonl")).open("ab") as file:
+                    file.write(b'{"id": "passage')
+    assert files_of(parts) == files_of(whole)
+    monkeypatch.setattr(run_module, "_answer", None)
+    assert run_longbench(*pair, tokenizer, samples, METHODS[:2], parts, settings) == expected
+
+
+def test_a_batch_that_was_written_in_part(pair, samples, tokenizer, tmp_path):  # noqa: F811
+    run_longbench(*pair, tokenizer, samples, METHODS[1:2], tmp_path, Settings(batch_size=2))
+    whole, path = files_of(tmp_path), tmp_path / "hybrid-64" / "lcc.jsonl"
+    path.write_bytes(b"".join(path.read_bytes().splitlines(True)[:1]))
+    run_longbench(*pair, tokenizer, samples, METHODS[1:2], tmp_path, Settings(batch_size=2))
+    assert files_of(tmp_path) == whole
+
+
+def test_what_is_refused_and_what_stays(pair, samples, tokenizer, tmp_path):  # noqa: F811
+    few = {"lcc": samples["lcc"][:1]}
+    run_longbench(*pair, tokenizer, few, METHODS[:1], tmp_path)
+    held = files_of(tmp_path)
+    with pytest.raises(ValueError, match=r"full holds a run with other \['settings'\]: use another folder"):
+        run_longbench(*pair, tokenizer, few, METHODS[:1], tmp_path, Settings(gamma=2))
+    with pytest.raises(ValueError, match=r"other \['samples'\]"):
+        run_longbench(*pair, tokenizer, samples, METHODS[:1], tmp_path)
+    with pytest.raises(ValueError, match="`max_length` 4090 leaves no room for the answers of lcc"):
+        run_longbench(*pair, tokenizer, few, METHODS[:1], tmp_path / "other", Settings(max_length=4090))
+    with pytest.raises(ValueError, match="`methods` must be different"):
+        run_longbench(*pair, tokenizer, few, METHODS[:1] * 2, tmp_path / "other")
+    assert files_of(tmp_path) == held and not (tmp_path / "other").exists()
+    path = tmp_path / "full" / "lcc.jsonl"
+    path.write_bytes(b"{no json}\n" + path.read_bytes())
+    with pytest.raises(ValueError, match=r"lcc.jsonl, line 1 cannot be read \(JSONDecodeError"):
+        run_longbench(*pair, tokenizer, few, METHODS[:1], tmp_path)
+    for mode, budget, message in (
+        ("magic", 64, "--method must be of .*hybrid.*quest"),
+        ("full", 64, "a budget goes with every method but 'full', got 64"),
+        ("hybrid", None, "got None for 'hybrid'"),
+        ("hybrid", 12, "`budget` must be at least"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Method(mode, budget)
+
+
+def test_the_command(pair, samples, tokenizer, tmp_path):  # noqa: F811
+    for model, name in zip(pair, ("target", "draft")):
+        model.save_pretrained(tmp_path / name)
+        tokenizer.save_pretrained(tmp_path / name)
+    (tmp_path / "data").mkdir()
+    for task, chosen in samples.items():
+        records = [{**asdict(sample), "_id": sample.id} for sample in chosen]
+        (tmp_path / "data" / f"{task}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    arguments = [
+        "longbench",
+        "--target",
+        tmp_path / "target",
+        "--draft",
+        tmp_path / "draft",
+        "--data",
+        tmp_path / "data",
+    ]
+    arguments += ["--out", tmp_path / "run", "--task", "lcc", "--limit", 2, "--budget", 64, "--device", "cpu"]
+
+    def invoke(*more):
+        return CliRunner().invoke(cli.app(), [str(argument) for argument in (*arguments, *more)])
+
+    result = invoke()
+    assert result.exit_code == 0, result.output
+    for word in ("full", "hybrid-64", "code", "mean of groups"):
+        assert word in result.output
+    assert len((tmp_path / "run" / "full" / "lcc.jsonl").read_text().splitlines()) == 2
+    for more, message in (
+        (["--task", "trec"], "holds no file for trec"),
+        (["--task", "magic"], "LongBench has no task 'magic'"),
+        (["--method", "magic"], "--method must be of"),
+        (["--gamma", 2], "holds a run with other ['settings']"),
+        (["--profile", "nowhere"], "--profile nowhere"),
+    ):
+        result = invoke(*more)
+        assert result.exit_code == 1 and message in result.output, result.output
+    shutil.rmtree(tmp_path / "run")
+
+
+def test_tasks_of_a_language():
+    assert tasks_of(["zh", "lcc", "lcc"]) == [*CHINESE, "lcc"] and set(tasks_of(["en", "zh"])) == {*ENGLISH, *CHINESE}
