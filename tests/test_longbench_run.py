@@ -125,7 +125,8 @@ def test_what_is_refused_and_what_stays(pair, samples, tokenizer, tmp_path):  # 
             Method(mode, budget)
 
 
-def test_the_command(pair, samples, tokenizer, tmp_path):  # noqa: F811
+def test_the_command(pair, samples, tokenizer, tmp_path, monkeypatch):  # noqa: F811
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     for model, name in zip(pair, ("target", "draft")):
         model.save_pretrained(tmp_path / name)
         tokenizer.save_pretrained(tmp_path / name)
