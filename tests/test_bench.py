@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -326,3 +327,33 @@ def test_time_grows_with_the_work():
     x = torch.randn(64, 1024, 1024, device="cuda")
     one, all_ = (timing.time_graph(lambda i, n=n: x[:n].mul_(1.0), 1) for n in (1, 64))
     assert 0 < one.low_us <= one.median_us <= one.high_us and all_.median_us > 4 * one.median_us
+
+
+def test_estimators_are_counted_as_often_as_there_are_layers(monkeypatch):
+    from dustin_hf.eval.efficiency import overhead
+
+    target, draft = SHAPES["qwen2.5-72b"], SHAPES["qwen2.5-0.5b"]
+    point = SimpleNamespace(target=SimpleNamespace(shape=target), draft=SimpleNamespace(shape=draft), gamma=4)
+    times = overhead._Estimators(point)
+    monkeypatch.setattr(times, "_select", lambda: 1000.0)
+    monkeypatch.setattr(times, "_quest", lambda: 2.0)
+    monkeypatch.setattr(times, "_score", lambda layer, heads, queries: (heads or 4) * queries / 100)
+    expected = {
+        "target": 1000 + 0.04,
+        "draft": 1000 + 3 * 0.16,
+        "hybrid": 1000 + 0.04 + 3 * 0.16,
+        "quest-16": 78 * 2.0,
+        "naive": 1000 + 80 * 0.64 + 24 * 0.56,
+    }
+    assert {name: times.of(name) for name in overhead.ESTIMATORS} == pytest.approx(expected)
+
+
+@pytest.mark.gpu
+@on_gpu
+def test_overhead_on_a_gpu():
+    from dustin_hf.eval.efficiency.overhead import ESTIMATORS, run_overhead
+
+    result = run_overhead(SHAPES["qwen2.5-7b"], SHAPES["qwen2.5-0.5b"], (4096,), 2)
+    assert [row["estimator"] for row in result["rows"]] == list(ESTIMATORS)
+    assert all(row["us"] > 0 and row["share"] == row["us"] / row["attention_us"] for row in result["rows"])
+    json.dumps(result, allow_nan=False)

@@ -38,7 +38,7 @@ class QuestPolicy(SelectionPolicy):
     ) -> torch.Tensor | None:
         if layer < self.dense_layers:
             return None
-        bounds = page_bounds(q, keys, lengths, self.page, counts.to(q.device))  # [B, H, pages]
+        bounds = bounds_of(q, *page_limits(keys, lengths, self.page), counts.to(q.device))  # [B, H, pages]
         pages = torch.arange(bounds.shape[2], device=q.device)
         last = ((lengths - 1) // self.page)[:, None, None]
         bounds = bounds.masked_fill(pages == last, float("inf")).masked_fill(pages > last, float("-inf"))
@@ -47,31 +47,36 @@ class QuestPolicy(SelectionPolicy):
         return slots.masked_fill(slots >= lengths[:, None, None], -1).int()
 
 
-def page_bounds(
-    q: torch.Tensor, keys: torch.Tensor, lengths: torch.Tensor, page: int, counts: torch.Tensor
-) -> torch.Tensor:
-    """Largest `q . k` that any key within the minima and maxima of a page could have, `[B, H, pages]` float32.
-
-    The largest over the queries `[B, L, HQ, D]` and the heads of a group; 0 for a page without a committed key.
+def page_limits(keys: torch.Tensor, lengths: torch.Tensor, page: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Minima and maxima of the committed keys of each page, `[B, H, pages, D]` each; 0 for a page without any.
 
     Args:
-        q: queries after rotary embedding.
         keys: storage, `[B, H, T, D]`.
         lengths: committed tokens, `[B]`.
         page: slots of a page; the last one may be short.
-        counts: queries of each row that count, `[B]`.
     """
     batch, heads, slots, dim = keys.shape
     missing = -slots % page
-    held = torch.arange(slots + missing, device=keys.device) < lengths[:, None]  # [B, T]
-    paged = torch.nn.functional.pad(keys, (0, 0, 0, missing)).float().view(batch, heads, -1, page, dim)
-    held = held.view(batch, 1, -1, page, 1)
+    held = (torch.arange(slots + missing, device=keys.device) < lengths[:, None]).view(batch, 1, -1, page, 1)
+    paged = torch.nn.functional.pad(keys, (0, 0, 0, missing)).view(batch, heads, -1, page, dim)
     low = paged.masked_fill(~held, float("inf")).amin(3)
     high = paged.masked_fill(~held, float("-inf")).amax(3)
     empty = ~held.any(3)
-    low, high = low.masked_fill(empty, 0.0), high.masked_fill(empty, 0.0)  # [B, H, pages, D]
+    return low.masked_fill(empty, 0.0), high.masked_fill(empty, 0.0)
+
+
+def bounds_of(q: torch.Tensor, low: torch.Tensor, high: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """Largest `q . k` that any key between a page's minima and maxima could have, `[B, H, pages]` float32.
+
+    Args:
+        q: queries after rotary embedding, `[B, L, HQ, D]`; the largest over them and the heads of a group counts.
+        low: minima of pages, as from `page_limits`.
+        high: maxima of pages.
+        counts: queries of each row that count, `[B]`.
+    """
+    batch, heads, _, dim = low.shape
     group = q.shape[2] // heads
     rows = q.float().view(batch, -1, heads, group, dim).permute(0, 2, 1, 3, 4).flatten(2, 3)  # [B, H, L * G, D]
-    bound = rows.clamp(min=0) @ high.transpose(2, 3) + rows.clamp(max=0) @ low.transpose(2, 3)
+    bound = rows.clamp(min=0) @ high.float().transpose(2, 3) + rows.clamp(max=0) @ low.float().transpose(2, 3)
     idle = torch.arange(rows.shape[2], device=q.device) // group >= counts[:, None]  # [B, L * G]
     return bound.masked_fill(idle[:, None, :, None], float("-inf")).amax(2)

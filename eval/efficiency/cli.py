@@ -166,6 +166,41 @@ def bench_app() -> "Typer":
                 save(out, result, force)
             bench.report(result)
 
+    @commands.command()
+    def overhead(
+        shape: Annotated[str, typer.Option(help="Target whose layers are measured, with its default draft.")] = (
+            "qwen2.5-72b"
+        ),
+        context: Annotated[
+            list[int] | None, typer.Option(min=1, help="Tokens per row; repeatable. Default: 4096 to 65536.")
+        ] = None,
+        batch: Annotated[int, typer.Option(min=1, help="Rows.")] = 8,
+        gamma: Annotated[int, typer.Option(min=1, help="Drafted tokens per step.")] = 4,
+        budget: Annotated[int, typer.Option(help="Cached tokens that are chosen.")] = 512,
+        out: Annotated[Path | None, typer.Option(help="JSON file for the result.")] = None,
+        force: Annotated[bool, typer.Option("--force", help="Overwrite that file.")] = False,
+    ) -> None:
+        """Time what estimating importance costs, by several estimators, over full-cache attention."""
+        from dustin_hf.eval.efficiency import overhead as bench
+        from dustin_hf.eval.efficiency.record import check_free, save
+        from dustin_hf.eval.efficiency.shapes import pair_of
+
+        with errors_end_it():
+            if out is not None:
+                check_free(out, force)
+            result = bench.run_overhead(
+                *pair_of(shape),
+                context or bench.CONTEXTS,
+                batch,
+                gamma,
+                budget,
+                command_line(),
+                lambda text: typer.echo(text, err=True),
+            )
+            if out is not None:
+                save(out, result, force)
+            bench.report(result)
+
     return commands
 
 
