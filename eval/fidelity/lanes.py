@@ -20,7 +20,7 @@ class Lane:
         policy: which.
         history: layer -> `[B, 1, NH, D]`, the run's queries of its last token.
         new: of each layer keys and values of the new tokens so far, `[B, n, H, D]` each.
-        scores: of each window KL and sameness, `[B, L]`, and ARR in both readings, `[B]`.
+        scores: of each window KL, sameness and NLL, `[B, L]`, and ARR in both readings, `[B]`.
     """
 
     policy: SelectionPolicy

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """What is replayed: the greedy continuations of the full cache.
+    """What is replayed: the greedy continuations of the full cache, or those that were given.
 
     Args:
         tokens: `[B, T]`, on the CPU.
@@ -43,6 +43,7 @@ class Replayed:
     Args:
         kl: KL(full || sparse) of the distribution after each token, `[B, T]` float32 (paper equation 8).
         same: whether both distributions have the same best token, `[B, T]` bool.
+        nll: negative log-likelihood of the next token in nats, `[B, T]` float32; NaN after the last one.
         arr: windowed attention recovery rate (paper equation 2), the window's own tokens included, mean over layers,
             `[B, W]`; NaN where none of a window's tokens is counted.
         arr_committed: the same over committed tokens alone, `[B, W]`.
@@ -50,6 +51,7 @@ class Replayed:
 
     kl: torch.Tensor
     same: torch.Tensor
+    nll: torch.Tensor
     arr: torch.Tensor
     arr_committed: torch.Tensor
 
@@ -63,6 +65,7 @@ def replay(
     *,
     new_tokens: int,
     gamma: int = 4,
+    continuations: Sequence[Sequence[int]] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[Trajectory, list[Replayed]]:
     """Run the full cache's greedy continuations again under each policy, as real sparse runs.
@@ -84,6 +87,7 @@ def replay(
         policies: any; every row of each is treated by itself.
         new_tokens: tokens of a continuation (T); fewer where every row ends earlier.
         gamma: tokens of a window (w of paper equation 2).
+        continuations: `new_tokens` tokens of each row, to be replayed instead of greedy ones.
         progress: called with the windows done and in all.
 
     Returns:
@@ -94,8 +98,13 @@ def replay(
         UnsupportedModelError: if a model's architecture is not supported.
     """
     _check(target, draft, contexts, new_tokens, gamma)
+    if continuations is not None and [len(row) for row in continuations] != [new_tokens] * len(contexts):
+        raise ValueError(
+            f"`continuations` must be a row of {new_tokens} tokens for each of {len(contexts)} contexts, got rows of "
+            f"{[len(row) for row in continuations]}"
+        )
     with enable(target), enable(draft), block_attention(target, draft):
-        return _Replay(target, draft, contexts, policies, new_tokens, gamma).run(progress)
+        return _Replay(target, draft, contexts, policies, new_tokens, gamma, continuations).run(progress)
 
 
 def _check(
@@ -130,6 +139,7 @@ class _Replay:
         policies: Sequence[SelectionPolicy],
         new_tokens: int,
         gamma: int,
+        continuations: Sequence[Sequence[int]] | None,
     ):
         self.target, self.gamma, self.contexts = target, gamma, [len(ids) for ids in contexts]
         self.forward, self.draft_forward = StockForward(target), StockForward(draft)
@@ -143,7 +153,11 @@ class _Replay:
 
         last = torch.tensor([[ids[-1]] for ids in contexts], device=self.device)
         queries = self._first(last)
-        self.tokens, self.counted = self._continuation(last, new_tokens)
+        if continuations is None:
+            self.tokens, self.counted = self._continuation(last, new_tokens)
+        else:
+            self.tokens = torch.tensor([list(row) for row in continuations], device=self.device)
+            self.counted = torch.ones_like(self.tokens, dtype=torch.bool)
         self.dense = Lane(FullPolicy(), {})
         self.lanes = [Lane(policy, _of_heads(queries, policy.target_heads)) for policy in policies]
         # what the contexts' last tokens left: committed in both caches
@@ -192,13 +206,13 @@ class _Replay:
     def run(self, progress: Callable[[int, int], None] | None) -> tuple[Trajectory, list[Replayed]]:
         begins = range(0, self.tokens.shape[1], self.gamma)
         for done, begin in enumerate(begins, 1):
-            self._window(self.tokens[:, begin : begin + self.gamma], self.counted[:, begin : begin + self.gamma])
+            self._window(*(x[:, begin : begin + self.gamma] for x in (self.tokens, self.counted, self.tokens[:, 1:])))
             if progress is not None:
                 progress(done, len(begins))
         return Trajectory(self.tokens.cpu(), self.counted.cpu()), [self._replayed(lane) for lane in self.lanes]
 
-    def _window(self, ids: torch.Tensor, counted: torch.Tensor) -> None:
-        """One window `[B, L]` in every run."""
+    def _window(self, ids: torch.Tensor, counted: torch.Tensor, following: torch.Tensor) -> None:
+        """One window `[B, L]` in every run; `following` are the tokens after each of its own, one fewer at the end."""
         # a copy: committing changes the lengths in place
         lengths = self.cache.lengths.clone()
         ones = torch.ones_like(lengths)
@@ -234,7 +248,9 @@ class _Replay:
             lane.history = {layer: q[:, -1:].clone() for layer, q in queries.items()}
             sparse = logits.float().log_softmax(-1)
             kl = torch.nn.functional.kl_div(sparse, reference, reduction="none", log_target=True).sum(-1)
-            found = kl, logits.argmax(-1) == best, *rates(truth, new_mass, selection, counted)
+            nll = kl.new_full(kl.shape, torch.nan)
+            nll[:, : following.shape[1]] = -sparse[:, : following.shape[1]].gather(2, following[..., None])[..., 0]
+            found = kl, logits.argmax(-1) == best, nll, *rates(truth, new_mass, selection, counted)
             lane.scores.append(tuple(x.cpu() for x in found))
         self.cache.lengths = lengths + ids.shape[1]
         self.draft_cache.lengths = self.draft_cache.lengths + ids.shape[1]
@@ -252,9 +268,10 @@ class _Replay:
     def _replayed(lane: Lane) -> Replayed:
         if not lane.scores:
             empty = torch.zeros(0)
-            return Replayed(empty, empty.bool(), empty, empty)
-        kl, same, arr, committed = zip(*lane.scores)
-        return Replayed(torch.cat(kl, 1), torch.cat(same, 1), torch.stack(arr, 1), torch.stack(committed, 1))
+            return Replayed(empty, empty.bool(), empty, empty, empty)
+        kl, same, nll, arr, committed = zip(*lane.scores)
+        tokens = torch.cat(kl, 1), torch.cat(same, 1), torch.cat(nll, 1)
+        return Replayed(*tokens, torch.stack(arr, 1), torch.stack(committed, 1))
 
 
 def _of_heads(queries: Queries, heads: Heads) -> Queries:

@@ -1,0 +1,119 @@
+"""The command `dustin-hf pg19`."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+if TYPE_CHECKING:
+    from typer import Typer
+
+
+def add_commands(commands: "Typer") -> None:
+    """Register the command."""
+    import typer
+
+    @commands.command()
+    def pg19(
+        target: Annotated[str, typer.Option(help="Folder or Hub id.")],
+        draft: Annotated[str, typer.Option(help="Folder or Hub id, of the same tokenizer; may be the target's.")],
+        texts: Annotated[
+            Path | None,
+            typer.Option(help="Folder or file of books: .txt, .txt.gz, .jsonl. Default: PG-19."),
+        ] = None,
+        context: Annotated[int, typer.Option(min=2, help="Tokens of each context.")] = 8192,
+        samples: Annotated[int, typer.Option(min=1, help="Passages, taken from all books in turn.")] = 8,
+        budget: Annotated[
+            list[int] | None, typer.Option(help="Cached tokens that are read; repeatable. Default: 128, 512.")
+        ] = None,
+        mode: Annotated[
+            list[str] | None,
+            typer.Option(
+                help="Policies, as for fidelity; repeatable. Default: full, hybrid, target, draft, streaming."
+            ),
+        ] = None,
+        new_tokens: Annotated[int, typer.Option(min=2, help="Tokens of the book that are predicted.")] = 256,
+        drift_tokens: Annotated[
+            int, typer.Option("--drift", min=0, help="New tokens of a free run, judged by the full cache; 0: none.")
+        ] = 0,
+        gamma: Annotated[int, typer.Option(min=1, help="Tokens that are verified at once.")] = 4,
+        batch: Annotated[int, typer.Option(min=1, help="Passages that are run at once.")] = 1,
+        profile: Annotated[
+            str | None, typer.Option(help="Folder, file or Hub id. Default: the one that comes with the pair, if any.")
+        ] = None,
+        out: Annotated[Path | None, typer.Option(help="JSON file for the result.")] = None,
+        force: Annotated[bool, typer.Option("--force", help="Overwrite that file.")] = False,
+        device: Annotated[
+            str | None, typer.Option(help="torch device. Default: cuda where there is one, else cpu.")
+        ] = None,
+    ) -> None:
+        """Perplexity of books under sparse verification, and the drift of long outputs."""
+        from dustin_hf.profiling.cli import bars, one_line_errors, read_profile, the_device
+
+        with one_line_errors():
+            from dustin_hf.eval.efficiency.cli import command_line
+            from dustin_hf.eval.efficiency.record import check_free, conditions, save
+            from dustin_hf.eval.efficiency.texts import load_pair
+            from dustin_hf.eval.fidelity.measure import SINKS, WINDOW
+            from dustin_hf.eval.fidelity.policies import check_arms
+            from dustin_hf.eval.pg19.books import load_books, passages
+            from dustin_hf.eval.pg19.drift import drift
+            from dustin_hf.eval.pg19.perplexity import MODES, perplexity
+            from dustin_hf.profile import DustinProfile
+
+            if out is not None:
+                check_free(out, force)
+            budgets, modes = budget or [128, 512], mode or list(MODES)
+            check_arms(modes, budgets, SINKS, WINDOW)  # before models are loaded
+            books = load_books(texts)
+            loaded = None if profile is None else read_profile(profile)
+            first, second, tokenizer = load_pair(target, draft, the_device(device))
+            configs = [model.config.get_text_config(decoder=True) for model in (first, second)]
+            used = loaded or DustinProfile.shipped(*configs) or DustinProfile.default(*configs)
+            used.check_pair(*configs)
+            chosen = passages(books, tokenizer, context, new_tokens, samples)
+            stories = passages(books, tokenizer, context, 1, samples, story=True) if drift_tokens else []
+            with bars() as progress:
+                result: dict[str, Any] = {
+                    "bench": "pg19",
+                    "conditions": conditions(command_line()),
+                    "settings": {
+                        "target": Path(first.config.name_or_path).name,
+                        "draft": Path(second.config.name_or_path).name,
+                        "context": context,
+                        "new_tokens": new_tokens,
+                        "gamma": gamma,
+                        "profile": used.to_dict(),
+                    },
+                    "passages": [passage.name for passage in chosen],
+                    "perplexity": perplexity(first, second, chosen, used, budgets, modes, gamma, batch, progress),
+                }
+                if drift_tokens:
+                    result["drift"] = drift(first, second, stories, used, budgets, drift_tokens, gamma, progress)
+            if out is not None:
+                save(out, result, force)
+            report(result)
+
+
+def report(result: Mapping[str, Any]) -> None:
+    """Print both tables."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    def budget_of(row: Mapping[str, Any]) -> str:
+        return "-" if row["budget"] is None else str(row["budget"])
+
+    console = Console()
+    table = Table("mode", "budget", "perplexity", box=box.ROUNDED)
+    for row in result["perplexity"]:
+        table.add_row(row["mode"], budget_of(row), f"{row['perplexity']:.3f}")
+    console.print(table)
+    rows: Sequence[Mapping[str, Any]] = result.get("drift", ())
+    if rows:
+        table = Table("budget", "tau", "tokens/s", "part", "agreement", "perplexity", "repeated", box=box.ROUNDED)
+        for row in rows:
+            for i, part in enumerate(row["parts"]):
+                first = (budget_of(row), f"{row['tau']:.2f}", f"{row['tokens_per_s']:.0f}") if i == 0 else ("", "", "")
+                figures = (f"{part[name]:.3f}" for name in ("agreement", "perplexity", "repeated"))
+                table.add_row(*first, str(i + 1), *figures)
+        console.print(table)
