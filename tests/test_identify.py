@@ -14,9 +14,10 @@ import dustin_hf
 from dustin_hf.cache import DustinCache
 from dustin_hf.prefill import prefill
 from dustin_hf.profiling.identify import best_heads, overlap, score_heads
-from dustin_hf.profiling.needles import NeedleSample, needle_samples, read_texts
+from dustin_hf.profiling.needles import NeedleSample, needle_samples
 from dustin_hf.profiling.rows import attention_rows, mass, tapped_block
 from dustin_hf.testing import assert_close, random_prompts, tiny_model
+from dustin_hf.texts import read_texts
 
 VOCABULARY = 24
 COPY = (1, 2)  # layer and head that copy in the toy

@@ -61,9 +61,9 @@ def add_commands(commands: "Typer") -> None:
         """Find which heads of a pair estimate attention, and how to split the budget: a profile, and a report."""
         with one_line_errors():
             from dustin_hf.eval.efficiency.texts import load_pair
-            from dustin_hf.profiling.needles import BUILT_IN
             from dustin_hf.profiling.plots import plot_study
             from dustin_hf.profiling.study import profile_pair, validation_texts
+            from dustin_hf.texts import BUILT_IN
 
             needs("optuna")
             if plots is not None:
@@ -130,8 +130,8 @@ def add_commands(commands: "Typer") -> None:
             from dustin_hf.eval.efficiency.texts import load_pair
             from dustin_hf.eval.fidelity import measure
             from dustin_hf.eval.fidelity.policies import check_arms
-            from dustin_hf.profiling.needles import read_texts
             from dustin_hf.profiling.plots import plot_fidelity
+            from dustin_hf.texts import read_texts
 
             if plots is not None:
                 needs("matplotlib")

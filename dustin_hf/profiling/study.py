@@ -19,7 +19,7 @@ import dustin_hf
 from dustin_hf.forward import input_device
 from dustin_hf.profile import DustinProfile, Heads, config_hash
 from dustin_hf.profiling.identify import best_heads, score_heads
-from dustin_hf.profiling.needles import needle_samples, read_texts
+from dustin_hf.profiling.needles import needle_samples
 from dustin_hf.profiling.prices import prices
 from dustin_hf.profiling.recovery import Objective, policy_tables
 from dustin_hf.profiling.search import SearchSettings, search
@@ -34,6 +34,7 @@ from dustin_hf.profiling.traces import (
     size_estimate,
     write_file,
 )
+from dustin_hf.texts import read_texts
 from dustin_hf.validation import check_pair
 
 if TYPE_CHECKING:
