@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dustin_hf.profiling.needles import read_texts
+from dustin_hf.texts import read_texts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
