@@ -1,7 +1,7 @@
 """The folder of a run: its configuration beside the answers, nothing overwritten, what a kill has torn mended."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +58,7 @@ class RunFolder:
                 raise ValueError(f"{path}, line {number} cannot be read ({type(error).__name__}: {error})") from error
         return found
 
-    def has(self, task: str, ids: Mapping[str, Any]) -> bool:
+    def has(self, task: str, ids: Sequence[str]) -> bool:
         """Whether all of these samples are answered."""
         return all(i in self.lines.get(task, {}) for i in ids)
 

@@ -9,10 +9,11 @@ from test_longbench_prompts import sample_of, tokenizer  # noqa: F401
 from typer.testing import CliRunner
 
 from dustin_hf import cli
+from dustin_hf.eval import answering
+from dustin_hf.eval.answering import Method, Settings
 from dustin_hf.eval.longbench import CHINESE, ENGLISH, score_sample
-from dustin_hf.eval.longbench import run as run_module
 from dustin_hf.eval.longbench.cli import tasks_of
-from dustin_hf.eval.longbench.run import Method, Settings, run_longbench
+from dustin_hf.eval.longbench.run import run_longbench
 from dustin_hf.testing import noisy_copy, tiny_model
 
 METHODS = [Method("full"), Method("hybrid", 64), Method("snapkv", 64)]
@@ -48,7 +49,7 @@ def test_answers_and_scores(pair, samples, tokenizer, tmp_path):  # noqa: F811
         assert json.loads((tmp_path / name / "scores.json").read_text()) == row
         assert row["tasks"]["lcc"]["samples"] == 3 and 1 <= row["tasks"]["lcc"]["tau"] <= 4
         config = json.loads((tmp_path / name / "config.json").read_text())
-        assert config["settings"]["max_length"] == 4096 - 768 and config["conditions"]["command"] == "x --out b"
+        assert config["max_length"] == 4096 - 768 and config["conditions"]["command"] == "x --out b"
         for task, chosen in samples.items():
             lines = [json.loads(line) for line in (tmp_path / name / f"{task}.jsonl").read_text().splitlines()]
             # the shortest first, whatever the order of the samples
@@ -66,7 +67,7 @@ def test_answers_and_scores(pair, samples, tokenizer, tmp_path):  # noqa: F811
 def test_a_killed_run_ends_in_the_same_files(pair, samples, tokenizer, tmp_path, batch_size, monkeypatch):  # noqa: F811
     settings, whole, parts = Settings(batch_size=batch_size), tmp_path / "whole", tmp_path / "parts"
     expected = run_longbench(*pair, tokenizer, samples, METHODS[:2], whole, settings)
-    answer, calls = run_module._answer, []
+    answer, calls = answering._answer, []
 
     def killed(*args):
         calls.append(args)
@@ -77,7 +78,7 @@ def test_a_killed_run_ends_in_the_same_files(pair, samples, tokenizer, tmp_path,
     for _ in range(10):
         calls.clear()
         with monkeypatch.context() as patch:
-            patch.setattr(run_module, "_answer", killed)
+            patch.setattr(answering, "_answer", killed)
             try:
                 run_longbench(*pair, tokenizer, samples, METHODS[:2], parts, settings)
                 break
@@ -86,7 +87,7 @@ def test_a_killed_run_ends_in_the_same_files(pair, samples, tokenizer, tmp_path,
                 with next(parts.rglob("*.jsonl")).open("ab") as file:
                     file.write(b'{"id": "passage')
     assert files_of(parts) == files_of(whole)
-    monkeypatch.setattr(run_module, "_answer", None)
+    monkeypatch.setattr(answering, "_answer", None)
     assert run_longbench(*pair, tokenizer, samples, METHODS[:2], parts, settings) == expected
 
 
@@ -104,10 +105,10 @@ def test_what_is_refused_and_what_stays(pair, samples, tokenizer, tmp_path):  # 
     held = files_of(tmp_path)
     with pytest.raises(ValueError, match=r"full holds a run with other \['settings'\]: use another folder"):
         run_longbench(*pair, tokenizer, few, METHODS[:1], tmp_path, Settings(gamma=2))
-    with pytest.raises(ValueError, match=r"other \['samples'\]"):
+    with pytest.raises(ValueError, match=r"other \['questions'\]"):
         run_longbench(*pair, tokenizer, samples, METHODS[:1], tmp_path)
     with pytest.raises(ValueError, match="`max_length` 4090 leaves no room for the answers of lcc"):
-        run_longbench(*pair, tokenizer, few, METHODS[:1], tmp_path / "other", Settings(max_length=4090))
+        run_longbench(*pair, tokenizer, few, METHODS[:1], tmp_path / "other", max_length=4090)
     with pytest.raises(ValueError, match="`methods` must be different"):
         run_longbench(*pair, tokenizer, few, METHODS[:1] * 2, tmp_path / "other")
     assert files_of(tmp_path) == held and not (tmp_path / "other").exists()

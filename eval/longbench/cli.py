@@ -51,10 +51,11 @@ def add_commands(commands: "Typer") -> None:
         from dustin_hf.profiling.cli import bars, one_line_errors, read_profile, the_device
 
         with one_line_errors():
+            from dustin_hf.eval.answering import Method, Settings
             from dustin_hf.eval.efficiency.cli import command_line
             from dustin_hf.eval.efficiency.texts import load_pair
             from dustin_hf.eval.longbench import load_samples
-            from dustin_hf.eval.longbench.run import Method, Settings, run_longbench
+            from dustin_hf.eval.longbench.run import run_longbench
 
             names, budgets = method or ["full", "hybrid"], budget or [512]
             methods = [Method(name, k) for name in names for k in (budgets if name != "full" else [None])]
@@ -67,7 +68,8 @@ def add_commands(commands: "Typer") -> None:
                     samples,
                     methods,
                     out,
-                    Settings(gamma, batch, max_length, draft_cache),
+                    Settings(gamma, batch, draft_cache),
+                    max_length,
                     loaded,
                     command_line(),
                     progress,
