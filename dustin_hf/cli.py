@@ -17,6 +17,7 @@ def app() -> "Typer":
     from dustin_hf.eval.efficiency.cli import bench_app
     from dustin_hf.eval.longbench import cli as longbench
     from dustin_hf.eval.pg19 import cli as pg19
+    from dustin_hf.eval.ruler import cli as ruler
     from dustin_hf.profiling import cli as profiling
 
     commands = typer.Typer(help="Dustin: sparse verification for speculative decoding of long contexts.")
@@ -42,6 +43,7 @@ def app() -> "Typer":
     profiling.add_commands(commands)
     longbench.add_commands(commands)
     pg19.add_commands(commands)
+    ruler.add_commands(commands)
     return commands
 
 

@@ -53,6 +53,11 @@ class Method:
         return {"mode": self.mode} | ({} if self.budget is None else {"budget": self.budget})
 
 
+def methods_of(modes: Sequence[str], budgets: Sequence[int]) -> list[Method]:
+    """Every mode with every budget; `"full"` once."""
+    return [Method(mode, budget) for mode in modes for budget in (budgets if mode != "full" else [None])]
+
+
 @dataclass(frozen=True, slots=True)
 class Settings:
     """What all methods of a run share.

@@ -51,14 +51,13 @@ def add_commands(commands: "Typer") -> None:
         from dustin_hf.profiling.cli import bars, one_line_errors, read_profile, the_device
 
         with one_line_errors():
-            from dustin_hf.eval.answering import Method, Settings
+            from dustin_hf.eval.answering import Settings, methods_of
             from dustin_hf.eval.efficiency.cli import command_line
             from dustin_hf.eval.efficiency.texts import load_pair
             from dustin_hf.eval.longbench import load_samples
             from dustin_hf.eval.longbench.run import run_longbench
 
-            names, budgets = method or ["full", "hybrid"], budget or [512]
-            methods = [Method(name, k) for name in names for k in (budgets if name != "full" else [None])]
+            methods = methods_of(method or ["full", "hybrid"], budget or [512])
             samples = load_samples(tasks_of(task or ["en"]), data, limit)  # before models are loaded
             loaded = None if profile is None else read_profile(profile)
             models = load_pair(target, draft, the_device(device))

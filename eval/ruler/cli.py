@@ -1,0 +1,82 @@
+"""The command `dustin-hf ruler`."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+if TYPE_CHECKING:
+    from typer import Typer
+
+
+def add_commands(commands: "Typer") -> None:
+    """Register the command."""
+    import typer
+
+    from dustin_hf.eval.longbench.cli import METHODS
+
+    @commands.command()
+    def ruler(
+        target: Annotated[str, typer.Option(help="Folder or Hub id.")],
+        draft: Annotated[str, typer.Option(help="Folder or Hub id, of the same tokenizer; may be the target's.")],
+        out: Annotated[Path, typer.Option(help="Folder of the run; one that was interrupted goes on.")],
+        texts: Annotated[
+            Path | None, typer.Option(help="Haystack: folder or file of .txt, .txt.gz, .jsonl. Default: book excerpts.")
+        ] = None,
+        task: Annotated[list[str] | None, typer.Option(help="Name; repeatable. Default: all four.")] = None,
+        length: Annotated[
+            list[int] | None, typer.Option(min=1, help="Tokens of prompt and answer; repeatable. Default: 4096, 8192.")
+        ] = None,
+        samples: Annotated[int, typer.Option(min=1, help="Samples of each task and length.")] = 10,
+        method: Annotated[
+            list[str] | None, typer.Option(help=f"Of {', '.join(METHODS)}; repeatable. Default: full and hybrid.")
+        ] = None,
+        budget: Annotated[
+            list[int] | None, typer.Option(help="Cached tokens that are read; repeatable. Default: 512.")
+        ] = None,
+        batch: Annotated[int, typer.Option(min=1, help="Samples that are decoded together.")] = 1,
+        gamma: Annotated[int, typer.Option(min=1, help="Drafted tokens per step.")] = 3,
+        draft_cache: Annotated[str, typer.Option(help="auto, full, streaming or sparse.")] = "auto",
+        chat: Annotated[bool, typer.Option("--chat", help="Wrap prompts in the tokenizer's chat template.")] = False,
+        profile: Annotated[
+            str | None, typer.Option(help="Folder, file or Hub id. Default: the one that comes with the pair, if any.")
+        ] = None,
+        device: Annotated[
+            str | None, typer.Option(help="torch device. Default: cuda where there is one, else cpu.")
+        ] = None,
+    ) -> None:
+        """Find facts in long texts under several methods, resumable, and score the answers (RULER-style)."""
+        from dustin_hf.profiling.cli import bars, one_line_errors, read_profile, the_device
+
+        with one_line_errors():
+            from dustin_hf.eval.answering import Settings, methods_of
+            from dustin_hf.eval.efficiency.cli import command_line
+            from dustin_hf.eval.efficiency.texts import load_pair
+            from dustin_hf.eval.ruler import TASKS, ruler_samples
+            from dustin_hf.eval.ruler.run import run_ruler
+            from dustin_hf.eval.ruler.tasks import task_of
+            from dustin_hf.texts import read_texts
+
+            methods = methods_of(method or ["full", "hybrid"], budget or [512])
+            names = [task_of(name).name for name in task or TASKS]  # before models are loaded
+            haystack = read_texts(texts)
+            loaded = None if profile is None else read_profile(profile)
+            models = load_pair(target, draft, the_device(device))
+            made = ruler_samples(models[2], names, length or [4096, 8192], haystack, samples, chat=chat)
+            with bars() as progress:
+                settings = Settings(gamma, batch, draft_cache)
+                found = run_ruler(*models, made, methods, out, settings, loaded, command_line(), progress)
+            report(found)
+
+
+def report(found: Mapping[str, Mapping[str, Mapping[str, float]]]) -> None:
+    """Print scores as a table: a row for each method and task, a column for each length."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    lengths = list(dict.fromkeys(n for tasks in found.values() for cells in tasks.values() for n in cells))
+    table = Table("method", "task", *lengths, box=box.ROUNDED)
+    for name, tasks in found.items():
+        for task, cells in tasks.items():
+            table.add_row(name, task, *(f"{cells[n]:.1f}" if n in cells else "-" for n in lengths))
+    Console().print(table)
