@@ -65,7 +65,7 @@ def enable(model: Optional["PreTrainedModel"] = None, *, profile: DustinProfile 
     Args:
         model (`PreTrainedModel`, *optional*): the target. Default: every supported model, until `disable()`.
         profile (`DustinProfile` or `str`, *optional*): of the target-draft pair, or a folder, file or Hub id of one.
-            Default: the one that comes with this package for the pair, else one that fits any (`DustinProfile.default`).
+            Default: the one that this package has for the pair, else one that fits any (`DustinProfile.default`).
 
     Returns:
         A handle: `remove()` it, or use it in a `with` statement.

@@ -178,6 +178,11 @@ def register_policy(name: str, factory: PolicyFactory) -> None:
     _FACTORIES[name] = factory
 
 
+def unregister_policy(name: str) -> None:
+    """Undo `register_policy`; a name that is not registered is fine."""
+    _FACTORIES.pop(name, None)
+
+
 def policy_names() -> tuple[str, ...]:
     """The names that `mode` takes."""
     return tuple(_FACTORIES)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import dustin_hf
 from dustin_hf._compat import CACHE_ARG
 from dustin_hf.config import DustinConfig
-from dustin_hf.eval.baselines import register_baselines
+from dustin_hf.eval.baselines import BASELINES, registered_baselines
 from dustin_hf.eval.longbench.decoding import decode_answer
 from dustin_hf.eval.run_folder import RunFolder
 from dustin_hf.profile import DustinProfile
@@ -35,9 +35,9 @@ class Method:
     budget: int | None = None
 
     def __post_init__(self) -> None:
-        register_baselines()
-        if self.mode not in policy_names():
-            raise ValueError(f"--method must be of {', '.join(policy_names())}, got {self.mode!r}")
+        known = dict.fromkeys((*policy_names(), *BASELINES))
+        if self.mode not in known:
+            raise ValueError(f"--method must be of {', '.join(known)}, got {self.mode!r}")
         if (self.budget is None) != (self.mode == "full"):
             raise ValueError(f"a budget goes with every method but 'full', got {self.budget} for {self.mode!r}")
         if self.budget is not None:
@@ -162,7 +162,7 @@ def answer(
     }
     for folder in folders.values():
         folder.begin(command)
-    with dustin_hf.enable(target, profile=profile):
+    with dustin_hf.enable(target, profile=profile), registered_baselines():
         for name, group in groups.items():
             batches = _batches(group.questions, settings.batch_size)
             for number, batch in enumerate(batches):

@@ -17,9 +17,10 @@ from dustin_hf.eval.baselines import (
     SpecAttnPolicy,
     naive_profile,
     register_baselines,
+    registered_baselines,
 )
 from dustin_hf.prefill import prefill
-from dustin_hf.selection import _FACTORIES, Signals
+from dustin_hf.selection import Signals, policy_names
 from dustin_hf.testing import left_pad, noisy_copy, random_prompts, tiny_model
 
 LENGTHS = (1, 15, 16, 17, 60)
@@ -27,11 +28,8 @@ LENGTHS = (1, 15, 16, 17, 60)
 
 @pytest.fixture
 def registered():
-    before = dict(_FACTORIES)
-    register_baselines()
-    yield
-    _FACTORIES.clear()
-    _FACTORIES.update(before)
+    with registered_baselines():
+        yield
 
 
 def inputs(q_heads=4, kv_heads=2, new=3, dim=8, capacity=70):
@@ -177,4 +175,15 @@ def test_the_naive_estimator_has_all_heads(registered):
     target = tiny_model("llama", num_hidden_layers=3)
     profile = naive_profile(target.config, tiny_model("llama").config)
     assert profile.target_heads == {layer: (0, 1, 2, 3) for layer in range(3)} and list(profile.draft_heads) == [0, 1]
+    before = policy_names()
     register_baselines()  # twice is as good as once
+    with registered_baselines():
+        assert policy_names() == before
+    assert policy_names() == before  # what was there before stays
+
+
+def test_baselines_are_registered_for_a_while():
+    before = policy_names()
+    with registered_baselines():
+        assert set(policy_names()) == {*before, *BASELINES}
+    assert policy_names() == before

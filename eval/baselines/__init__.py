@@ -2,7 +2,7 @@
 
 from dustin_hf.eval.baselines.oracle import OraclePolicy
 from dustin_hf.eval.baselines.quest import QuestPolicy
-from dustin_hf.eval.baselines.registry import BASELINES, naive_profile, register_baselines
+from dustin_hf.eval.baselines.registry import BASELINES, naive_profile, register_baselines, registered_baselines
 from dustin_hf.eval.baselines.snapkv import SnapKVPolicy
 from dustin_hf.eval.baselines.specattn import SpecAttnPolicy
 from dustin_hf.eval.baselines.streaming import StreamingPolicy
@@ -16,4 +16,5 @@ __all__ = [
     "StreamingPolicy",
     "naive_profile",
     "register_baselines",
+    "registered_baselines",
 ]

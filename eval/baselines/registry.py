@@ -1,5 +1,7 @@
 """Baselines by name, for `cache_config={"mode": ...}`; and the profile of the naive estimator."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from dustin_hf.eval.baselines.oracle import OraclePolicy
@@ -8,7 +10,14 @@ from dustin_hf.eval.baselines.snapkv import SnapKVPolicy
 from dustin_hf.eval.baselines.specattn import SpecAttnPolicy
 from dustin_hf.eval.baselines.streaming import StreamingPolicy
 from dustin_hf.profile import DustinProfile, Heads
-from dustin_hf.selection import PolicyContext, PolicyFactory, SelectionPolicy, policy_names, register_policy
+from dustin_hf.selection import (
+    PolicyContext,
+    PolicyFactory,
+    SelectionPolicy,
+    policy_names,
+    register_policy,
+    unregister_policy,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -50,6 +59,18 @@ def register_baselines() -> None:
     for name, factory in BASELINES.items():
         if name not in policy_names():
             register_policy(name, factory)
+
+
+@contextmanager
+def registered_baselines() -> Iterator[None]:
+    """The same for a while: the names that this has added are gone afterwards."""
+    added = [name for name in BASELINES if name not in policy_names()]
+    register_baselines()
+    try:
+        yield
+    finally:
+        for name in added:
+            unregister_policy(name)
 
 
 def naive_profile(target: "PreTrainedConfig", draft: "PreTrainedConfig") -> DustinProfile:
