@@ -16,6 +16,7 @@ def app() -> "Typer":
 
     from dustin_hf.eval.efficiency.cli import bench_app
     from dustin_hf.eval.longbench import cli as longbench
+    from dustin_hf.eval.report import cli as report
     from dustin_hf.profiling import cli as profiling
 
     commands = typer.Typer(help="Dustin: sparse verification for speculative decoding of long contexts.")
@@ -40,6 +41,7 @@ def app() -> "Typer":
 
     profiling.add_commands(commands)
     longbench.add_commands(commands)
+    report.add_commands(commands)
     return commands
 
 
