@@ -17,6 +17,7 @@ def app() -> "Typer":
     from dustin_hf.eval.efficiency.cli import bench_app
     from dustin_hf.eval.longbench import cli as longbench
     from dustin_hf.eval.pg19 import cli as pg19
+    from dustin_hf.eval.report import cli as report
     from dustin_hf.eval.ruler import cli as ruler
     from dustin_hf.profiling import cli as profiling
 
@@ -44,6 +45,7 @@ def app() -> "Typer":
     longbench.add_commands(commands)
     pg19.add_commands(commands)
     ruler.add_commands(commands)
+    report.add_commands(commands)
     return commands
 
 

@@ -22,6 +22,8 @@ STYLES: dict[str, tuple[str, str]] = {
     "oracle_per_layer": ("#CC79A7", "P"),
     "oracle-layers": ("#CC79A7", "P"),
     "default": ("#E69F00", "X"),
+    "quest-16": ("#CC79A7", "P"),
+    "naive": ("#000000", "X"),
 }
 OTHER = ("#56B4E9", ".")
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -42,7 +44,7 @@ def plot_study(folder: str | Path, out: str | Path) -> list[Path]:
     - `rounds`: ARR by each candidate layer that the search could take (paper algorithm 1).
 
     Args:
-        folder: as `profile_pair` leaves it; tried m's are read with Optuna where it is installed.
+        folder: as `profile_pair` leaves it, or the report in it; tried m's are read with Optuna where it is installed.
         out: folder of the figures, made if absent.
 
     Returns:
@@ -52,8 +54,8 @@ def plot_study(folder: str | Path, out: str | Path) -> list[Path]:
         ValueError: if there is no report that can be read.
         ModuleNotFoundError: without matplotlib.
     """
-    folder = Path(folder)
-    report = _read(folder / "report.json", "arr")
+    path = Path(folder) / "report.json" if Path(folder).is_dir() else Path(folder)
+    report = _read(path, "arr")
     tables: Mapping[str, Any] = report["arr"]
     figures: dict[str, Callable[[], Any]] = {}
     distances = [name for name in next(iter(tables.values()), {}) if name.startswith("history")]
@@ -67,10 +69,10 @@ def plot_study(folder: str | Path, out: str | Path) -> list[Path]:
         figures["one_set"] = lambda: _one_set(tables)
     if report.get("rounds"):
         figures["rounds"] = lambda: _rounds(report["rounds"], report["candidates"])
-    splits = tried_splits(folder, [int(k) for k in tables])
+    splits = tried_splits(path.parent, [int(k) for k in tables])
     if splits:
         figures["split"] = lambda: _split(splits)
-    return [path for name, draw in figures.items() for path in _save(draw(), Path(out) / name)]
+    return [path for name, draw in figures.items() for path in save_figure(draw(), Path(out) / name)]
 
 
 def plot_fidelity(path: str | Path, out: str | Path) -> list[Path]:
@@ -101,7 +103,7 @@ def plot_fidelity(path: str | Path, out: str | Path) -> list[Path]:
         "budgets": _kl_by_budget(runs),
         "drift": _drift(runs, result["settings"]["gamma"]),
     }
-    return [file for name, figure in figures.items() for file in _save(figure, Path(out) / name)]
+    return [file for name, figure in figures.items() for file in save_figure(figure, Path(out) / name)]
 
 
 def tried_splits(folder: Path, budgets: Sequence[int]) -> dict[int, list[tuple[int, float]]]:
@@ -131,7 +133,7 @@ def tried_splits(folder: Path, budgets: Sequence[int]) -> dict[int, list[tuple[i
 
 
 def _by_budget(tables: Mapping[str, Any], names: Sequence[str], title: str) -> "Figure":
-    figure, (axes,) = _panels(1)
+    figure, (axes,) = new_figure(1)
     budgets = [int(k) for k in tables]
     for name in names:
         if _has(tables, name):
@@ -143,7 +145,7 @@ def _by_budget(tables: Mapping[str, Any], names: Sequence[str], title: str) -> "
 
 
 def _by_layer(tables: Mapping[str, Any]) -> "Figure":
-    figure, panels = _panels(len(tables))
+    figure, panels = new_figure(len(tables))
     for axes, (budget, table) in zip(panels, tables.items()):
         for name in ("oracle", "hybrid", "history", "lookahead"):
             if name in table:
@@ -156,7 +158,7 @@ def _by_layer(tables: Mapping[str, Any]) -> "Figure":
 
 
 def _one_set(tables: Mapping[str, Any]) -> "Figure":
-    figure, panels = _panels(len(tables))
+    figure, panels = new_figure(len(tables))
     for axes, (budget, table) in zip(panels, tables.items()):
         best = table["oracle_per_layer"]["arr_per_layer"]
         for name in ("oracle", "hybrid"):
@@ -171,7 +173,7 @@ def _one_set(tables: Mapping[str, Any]) -> "Figure":
 
 
 def _rounds(rounds: Results, candidates: Mapping[str, Any]) -> "Figure":
-    figure, panels = _panels(len(rounds))
+    figure, panels = new_figure(len(rounds))
     for axes, found in zip(panels, rounds):
         places = candidates[found["model"]]
         tried = sorted((places[int(i)][0], arr, int(i) == found["taken"]) for i, arr in found["arr"].items())
@@ -187,7 +189,7 @@ def _rounds(rounds: Results, candidates: Mapping[str, Any]) -> "Figure":
 
 
 def _split(splits: Splits) -> "Figure":
-    figure, (axes,) = _panels(1)
+    figure, (axes,) = new_figure(1)
     for (budget, tried), color in zip(splits.items(), itertools.cycle(COLORS)):
         shares, rates = [m / budget for m, _ in tried], [arr for _, arr in tried]
         axes.plot(shares, rates, ".-", color=color, label=f"budget {budget}")
@@ -199,7 +201,7 @@ def _split(splits: Splits) -> "Figure":
 
 
 def _arr_kl(runs: Results, correlation: float | None) -> "Figure":
-    figure, (axes,) = _panels(1)
+    figure, (axes,) = new_figure(1)
     for mode in dict.fromkeys(run["mode"] for run in runs):
         rows = [row for run in runs if run["mode"] == mode for row in run["contexts"] if row["kl"] is not None]
         color, marker = STYLES.get(mode, OTHER)
@@ -213,7 +215,7 @@ def _arr_kl(runs: Results, correlation: float | None) -> "Figure":
 
 
 def _kl_by_budget(runs: Results) -> "Figure":
-    figure, panels = _panels(2)
+    figure, panels = new_figure(2)
     budgets = sorted({run["budget"] for run in runs})
     for axes, name, label in zip(panels, ("kl", "agreement"), (KL, "agreement")):
         for mode in dict.fromkeys(run["mode"] for run in runs):
@@ -227,7 +229,7 @@ def _kl_by_budget(runs: Results) -> "Figure":
 
 def _drift(runs: Results, gamma: int) -> "Figure":
     budgets = sorted({run["budget"] for run in runs})
-    figure, panels = _panels(len(budgets))
+    figure, panels = new_figure(len(budgets))
     for axes, budget in zip(panels, budgets):
         for run in runs:
             if run["budget"] == budget:
@@ -242,15 +244,15 @@ def _drift(runs: Results, gamma: int) -> "Figure":
     return figure
 
 
-def _panels(count: int) -> "tuple[Figure, list[Axes]]":
-    """A figure with panels side by side that share their vertical scale where they show one quantity."""
+def new_figure(panels: int, width: float = 4.4) -> "tuple[Figure, list[Axes]]":
+    """A figure with panels side by side, each so many inches wide."""
     from matplotlib.figure import Figure  # an extra; this class alone needs neither pyplot nor a display
 
-    figure = Figure(figsize=(4.4 * count + 0.6, 3.8), layout="constrained")
-    panels = list(figure.subplots(1, count, squeeze=False)[0])
-    for axes in panels:
+    figure = Figure(figsize=(width * panels + 0.6, 3.8), layout="constrained")
+    found = list(figure.subplots(1, panels, squeeze=False)[0])
+    for axes in found:
         axes.grid(alpha=0.3)
-    return figure, panels
+    return figure, found
 
 
 def _line(axes: "Axes", x: Sequence[float], y: Sequence[float], name: str) -> None:
@@ -289,7 +291,7 @@ def _read(path: Path, needed: str) -> dict[str, Any]:
     return content
 
 
-def _save(figure: "Figure", stem: Path) -> list[Path]:
+def save_figure(figure: "Figure", stem: Path) -> list[Path]:
     """`stem.png` and `stem.svg`; matplotlib takes the Agg and SVG canvases by the names."""
     stem.parent.mkdir(parents=True, exist_ok=True)
     paths = [stem.with_name(f"{stem.name}.{kind}") for kind in ("png", "svg")]

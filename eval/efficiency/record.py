@@ -33,7 +33,7 @@ def conditions(command: str) -> dict[str, Any]:
     commit = _git("rev-parse", "HEAD") if _in_checkout() else None
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": shlex.join(_without_folders(word) for word in shlex.split(command)),
+        "command": shlex.join(without_folders(word) for word in shlex.split(command)),
         "gpu": gpu,
         "gpu_count": torch.cuda.device_count() if gpu else 0,
         "driver": _driver(),
@@ -81,7 +81,7 @@ def save(path: str | Path, payload: dict[str, Any], force: bool = False) -> None
         raise
 
 
-def _without_folders(word: str) -> str:
+def without_folders(word: str) -> str:
     """`word` with an absolute path cut to its last part, also in `--option=/path`."""
     option, equals, value = word.rpartition("=")
     if not value.startswith(("/", "~", "\\")) and value[1:2] != ":":

@@ -1,0 +1,250 @@
+"""LongBench runs as the paper's tables 1, 6 and 7 (scores), 8 (drops), 3 and 14 (variants of Dustin by task).
+
+Scores of groups and their average are means over samples, as the paper's are: all 58 rows of its tables 1, 6 and 7
+average their groups by 550, 600, 600, 600, 400 and 1000 of 3750 samples, to 0.006; and the differences of its table 14,
+weighted by samples within a group, are those of Qwen2.5-32B in its table 7. LongBench's own averages, over tasks and
+over groups, stand in the table by task.
+"""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dustin_hf.eval.longbench.tasks import GROUPS, TASKS
+from dustin_hf.eval.report.captions import heads, measured, model_name
+from dustin_hf.eval.report.layout import Marks, Section, Table, best_and_second, number, slug
+from dustin_hf.eval.report.sources import Source
+
+# As the paper writes them, in the order of its tables; methods registered by users come before the oracle.
+METHODS = {
+    "full": "Vanilla / lossless SD",
+    "streaming": "StreamingLLM",
+    "snapkv": "SnapKV",
+    "quest": "Quest*",
+    "specattn": "SpecAttn-style",
+    "target": "Dustin-T",
+    "draft": "Dustin-D",
+    "hybrid": "Dustin",
+    "oracle": "Oracle (upper bound)",
+}
+VARIANTS = ("target", "draft", "hybrid")
+TABLE_3 = ("triviaqa", "multi_news")
+SHARED = ("target", "draft", "dtype", "settings", "generation", "profile", "max_length", "questions")
+MARKED = (
+    "Bold: the best of the compressed methods of one budget; underlined: the second best; equal ones alike. The "
+    "oracle, which sees the attention to come, does not compete."
+)
+GROUPED = "Groups and Avg. are means over samples, as in the paper."
+QUEST = " * Quest compresses neither layer 0 nor layer 1, which exceeds the budget a little."
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One method on one set of samples.
+
+    Args:
+        mode: of `cache_config`.
+        budget: slots that verification reads; None where it reads all.
+        scores: task -> 0 to 100.
+        samples: task -> how many.
+        means: LongBench's own averages, over tasks and over groups.
+    """
+
+    mode: str
+    budget: int | None
+    scores: dict[str, float]
+    samples: dict[str, int]
+    means: tuple[float, float]
+
+    @property
+    def name(self) -> str:
+        """As the paper writes it."""
+        return METHODS.get(self.mode, self.mode)
+
+    @property
+    def rank(self) -> tuple[float, float]:
+        """Lossless first, then by budget from the largest, then in the paper's order."""
+        order = list(METHODS)
+        place = order.index(self.mode) if self.mode in METHODS else order.index("oracle") - 0.5
+        return (-math.inf if self.budget is None else -self.budget, place)
+
+    def mean(self, tasks: Sequence[str]) -> float | None:
+        """Mean over the samples of those tasks that were run, None if none was."""
+        held = [task for task in tasks if task in self.scores]
+        count = sum(self.samples[task] for task in held)
+        return sum(self.scores[task] * self.samples[task] for task in held) / count if count else None
+
+    def in_groups(self) -> list[float | None]:
+        """Means of the six groups, then of all."""
+        members = [[task for task in TASKS if TASKS[task].group == group] for group in GROUPS]
+        return [*(self.mean(tasks) for tasks in members), self.mean(list(TASKS))]
+
+
+def accuracy_sections(sources: Sequence[Source]) -> list[Section]:
+    """A section for each set of runs that only their methods tell apart: the same models, settings and samples.
+
+    Args:
+        sources: LongBench runs.
+
+    Raises:
+        ValueError: if two of them are of one method on the same set.
+    """
+    together: dict[str, list[Source]] = {}
+    for source in sources:
+        key = json.dumps([source.content["config"][name] for name in SHARED], sort_keys=True)
+        together.setdefault(key, []).append(source)
+    return [_section(members) for members in together.values()]
+
+
+def _section(sources: Sequence[Source]) -> Section:
+    found: dict[tuple[str, int | None], tuple[Run, Source]] = {}
+    for source in sources:
+        run = _run(source)
+        if (run.mode, run.budget) in found:
+            other = found[run.mode, run.budget][1]
+            raise ValueError(f"{source.path} and {other.path} are runs of one method on the same samples: give one")
+        found[run.mode, run.budget] = run, source
+    runs = sorted((run for run, _ in found.values()), key=lambda run: run.rank)
+    config = sources[0].content["config"]
+    target, draft = (model_name(config[name]["id"]) for name in ("target", "draft"))
+    pair = f"{target} with {draft}"
+    tables = [_scores(runs, target), _by_task(runs, target)]
+    full = next((run for run in runs if run.mode == "full"), None)
+    if full is not None and len(runs) > 1:
+        tables.insert(1, _drops(runs, full, target))
+        for budget in dict.fromkeys(run.budget for run in runs if run.mode in VARIANTS):
+            variants = {run.mode: run for run in runs if run.mode in VARIANTS and run.budget == budget}
+            if len(variants) > 1:
+                tables += _variants(variants, full, target)
+    settings = config["settings"]
+    conditions = (
+        f"Target {target}, draft {draft}, {config['dtype'].removeprefix('torch.')}; greedy, acceptance real; gamma "
+        f"{settings['gamma']}, batch {settings['batch_size']}, prompts of at most {config['max_length']} tokens, "
+        f"draft cache {settings['draft_cache']}; {heads(config['profile'])}. {_samples(runs[0])} "
+        + measured(sources, [source.content["config"].get("conditions") for source in sources])
+    )
+    return Section(f"LongBench: {pair}", conditions, tuple(tables))
+
+
+def _run(source: Source) -> Run:
+    config, scores = source.content["config"], source.content["scores"]
+    tasks = {name: scores["tasks"][name] for name in TASKS if name in scores["tasks"]}
+    return Run(
+        config["method"]["mode"],
+        config["method"]["budget"],
+        {name: task["score"] for name, task in tasks.items()},
+        {name: task["samples"] for name, task in tasks.items()},
+        (scores["over_tasks"], scores["over_groups"]),
+    )
+
+
+def _samples(run: Run) -> str:
+    """Samples of each task, tasks of one size together."""
+    sizes: dict[int, list[str]] = {}
+    for task, count in run.samples.items():
+        sizes.setdefault(count, []).append(task)
+    return "Samples per task: " + "; ".join(f"{count} of {', '.join(tasks)}" for count, tasks in sizes.items()) + "."
+
+
+def _budget(run: Run) -> str:
+    return number(run.budget, 0)
+
+
+def _marks(runs: Sequence[Run], values: Sequence[Sequence[float | None]]) -> Marks:
+    competing = [None if run.mode == "oracle" else run.budget for run in runs]
+    return best_and_second(values, competing, first=2)
+
+
+def _footnote(runs: Sequence[Run]) -> str:
+    return QUEST if any(run.mode == "quest" for run in runs) else ""
+
+
+def _scores(runs: Sequence[Run], target: str) -> Table:
+    values = [run.in_groups() for run in runs]
+    return Table(
+        f"accuracy-{slug(target)}",
+        f"Accuracy of {target} on LongBench (layout of the paper's tables 1, 6 and 7)",
+        ("Method", "Budget", *GROUPS, "Avg."),
+        tuple((run.name, _budget(run), *map(number, row)) for run, row in zip(runs, values)),
+        f"Scores, 0 to 100. {GROUPED} Acceptance is real. {MARKED}{_footnote(runs)}",
+        _marks(runs, values),
+    )
+
+
+def _drops(runs: Sequence[Run], full: Run, target: str) -> Table:
+    def cell(value: float | None, lossless: float | None, run: Run) -> str:
+        if value is None or lossless is None or run is full:
+            return number(value)
+        return f"{number(value)} ({number(value - lossless, sign=True)})"
+
+    return Table(
+        f"accuracy-drop-{slug(target)}",
+        f"Accuracy of {target} beside the lossless run (layout of the paper's table 8)",
+        ("Method", "Budget", *GROUPS, "Avg."),
+        tuple(
+            (
+                run.name,
+                _budget(run),
+                *(cell(value, lossless, run) for value, lossless in zip(run.in_groups(), full.in_groups())),
+            )
+            for run in runs
+        ),
+        f"Scores, 0 to 100, and in brackets their differences from the lossless run, in points. {GROUPED} Acceptance "
+        f"is real. The paper has no column for the synthetic tasks here.{_footnote(runs)}",
+    )
+
+
+def _by_task(runs: Sequence[Run], target: str) -> Table:
+    tasks = list(runs[0].scores)
+    values = [[*(run.scores[task] for task in tasks), *run.means] for run in runs]
+    return Table(
+        f"accuracy-tasks-{slug(target)}",
+        f"Accuracy of {target} by task (ours)",
+        ("Method", "Budget", *tasks, "mean of tasks", "mean of groups"),
+        tuple((run.name, _budget(run), *map(number, row)) for run, row in zip(runs, values)),
+        "Scores, 0 to 100; the means are LongBench's own, over tasks, and over groups whose score is the mean of their "
+        f"tasks. Acceptance is real. {MARKED}{_footnote(runs)}",
+        _marks(runs, values),
+    )
+
+
+def _variants(variants: dict[str, Run], full: Run, target: str) -> list[Table]:
+    """Tables 3 and 14 of one budget."""
+    budget = next(iter(variants.values())).budget
+    names = {"target": "Dustin-T", "draft": "Dustin-D", "hybrid": "Dustin-H"}
+    gap = {mode: {task: run.scores[task] - full.scores[task] for task in full.scores} for mode, run in variants.items()}
+    rows = []
+    for task in full.scores:
+        given = [gap[mode][task] if mode in gap else None for mode in VARIANTS]
+        rows.append((task, given, max(x for x in given if x is not None)))
+    means = [sum(gap[mode].values()) / len(rows) if mode in gap else None for mode in VARIANTS]
+    rows.append(("Average", means, sum(best for _, _, best in rows) / len(rows)))
+    about = f"Budget {budget}. Differences from the lossless run, in points; losses are negative. Acceptance is real."
+    tables = [
+        Table(
+            f"variants-tasks-{slug(target)}-k{budget}",
+            f"Variants of Dustin by task, {target} (layout of the paper's table 14)",
+            ("Benchmark", *names.values(), "Best of them"),
+            tuple(
+                (task, *(number(x, sign=True) for x in given), number(best, sign=True)) for task, given, best in rows
+            ),
+            f"{about} Best of them, which the paper calls Oracle: the best variant of each task. Average: over tasks.",
+        )
+    ]
+    shown = [task for task in TABLE_3 if task in full.scores]
+    if shown:
+        cells = {
+            mode: [text for task in shown for text in (number(run.scores[task]), number(gap[mode][task], sign=True))]
+            for mode, run in variants.items()
+        }
+        tables.append(
+            Table(
+                f"variants-{slug(target)}-k{budget}",
+                f"Variants of Dustin, {target} (layout of the paper's table 3)",
+                ("Method", *(column for task in shown for column in (f"{task} score", f"{task} difference"))),
+                tuple((names[mode], *cells[mode]) for mode in VARIANTS if mode in cells),
+                f"{about} Scores, 0 to 100.",
+            )
+        )
+    return tables

@@ -1,0 +1,91 @@
+"""Fidelity runs and studies: agreement, KL and attention recovery by policy and budget, and the paper's table 4."""
+
+from collections.abc import Sequence
+from functools import partial
+
+from dustin_hf.eval.report.captions import heads, measured, model_name, versions
+from dustin_hf.eval.report.layout import Drawing, Section, Table, number, slug
+from dustin_hf.eval.report.sources import Source
+from dustin_hf.profiling.plots import plot_fidelity, plot_study
+
+RATES = (("ARR", "arr"), ("ARR, committed", "arr_committed"))
+
+
+def fidelity_sections(sources: Sequence[Source]) -> list[Section]:
+    """A section for each result of `fidelity`."""
+    return [_fidelity(source) for source in sources]
+
+
+def _fidelity(source: Source) -> Section:
+    content, settings = source.content, source.content["settings"]
+    target, draft = model_name(settings["target"]), model_name(settings["draft"])
+    about = f"Acceptance plays no part: the tokens are given. {content['definition']}"
+    columns = (("agreement", "agreement"), ("KL, nats", "kl"), *RATES)
+    results = Table(
+        f"fidelity-{slug(target)}",
+        f"Replay of {target} under each policy and budget (ours)",
+        ("Policy", "Budget", *(title for title, _ in columns)),
+        tuple(
+            (row["mode"], number(row["budget"], 0), *(number(row[name], 4) for _, name in columns))
+            for row in sorted(content["results"], key=lambda row: row["budget"] or 0)
+        ),
+        about,
+    )
+    correlation = Table(
+        f"correlation-{slug(target)}",
+        f"Correlation of KL and attention recovery, {target} (as the paper's table 4)",
+        ("Over", *(f"KL and {title}" for title, _ in RATES)),
+        tuple(
+            (over, *(number(content["pearson"][over].get(name), 4) for _, name in RATES))
+            for over in ("runs", "windows")
+            if over in content["pearson"]
+        ),
+        "Pearson's, over the policies and budgets above. The paper samples sets of tokens of one context instead, "
+        f"without a policy. {about}",
+    )
+    caption = "KL and attention recovery (as the paper's figure 9), both by budget, and KL along the text (ours)."
+    drawing = Drawing(f"replay-{slug(target)}", f"{caption} {about}", partial(plot_fidelity, source.path))
+    lengths = [context["tokens"] for context in content["contexts"]]
+    conditions = (
+        f"Target {target}, draft {draft}, {settings['dtype'].removeprefix('torch.')}; {len(lengths)} contexts of "
+        f"{min(lengths)} to {max(lengths)} tokens, {settings['new_tokens']} new tokens; gamma {settings['gamma']}, "
+        f"{settings['sinks']} sinks, window {settings['window']}; {heads(settings['profile'])}. "
+        + measured([source], [content.get("conditions")])
+    )
+    return Section(f"Fidelity: {target} with {draft}", conditions, (results, correlation), (drawing,))
+
+
+def study_sections(sources: Sequence[Source]) -> list[Section]:
+    """A section for each report of a study."""
+    return [_study(source) for source in sources]
+
+
+def _study(source: Source) -> Section:
+    content, settings = source.content, source.content["settings"]
+    metadata = content["profile"].get("metadata", {})
+    target, draft = (model_name(metadata.get(name, {}).get("id", "not recorded")) for name in ("target", "draft"))
+    budgets = sorted(content["arr"], key=int)
+    policies = dict.fromkeys(policy for table in content["arr"].values() for policy in table)
+    about = f"Acceptance plays no part: the tokens are given. {content['definition']}"
+    rates = Table(
+        f"arr-{slug(target)}",
+        f"Attention recovery rate by policy and budget, {target} (the numbers of the paper's figures 2 to 4)",
+        ("Policy", *(f"{title}, k = {budget}" for budget in budgets for title, _ in RATES)),
+        tuple(
+            (
+                policy.replace("_", " "),
+                *(number(content["arr"][k].get(policy, {}).get(name), 4) for k in budgets for _, name in RATES),
+            )
+            for policy in policies
+        ),
+        about,
+    )
+    caption = "Recovery by budget and by layer (as the paper's figures 2 to 4), and the search. "
+    drawing = Drawing(f"study-{slug(target)}", caption + about, partial(plot_study, source.path))
+    held_out, texts = len(content["held_out"]), len(content["held_out"]) + len(content["searched"])
+    said = [f"Target {target}, draft {draft}; {held_out} of {texts} texts held out; gamma {settings['gamma']}"]
+    said.append(f"{settings['sinks']} sinks, window {settings['window']}; {heads(content['profile'])}.")
+    said.append(f"Versions: {versions(metadata.get('versions', {})) or 'not recorded'}.")
+    said.append(f"Date: {metadata['date'][:10]}." if metadata.get("date") else "")
+    conditions = f"{said[0]}, {' '.join(filter(None, said[1:]))} {measured([source], [None])}"
+    return Section(f"Attention recovery: {target} with {draft}", conditions, (rates,), (drawing,))
