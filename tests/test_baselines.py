@@ -99,14 +99,9 @@ def test_snapkv_keeps_what_the_end_of_the_prompt_attends_to():
                 else:
                     group = shares[layer, 3 * head : 3 * head + 3, length - 4 :, : length - 4].mean((0, 1)).tolist()
                     smooth = [max(group[max(0, i - 1) : i + 2]) for i in range(length - 4)]
+                    # of slots that share a maximum the earlier ones
                     best = sorted(range(length - 4), key=lambda i: -smooth[i])[:8]
-                    # a maximum that several slots share may let any of them in
-                    worst = min(smooth[i] for i in best)
-                    sure = {i for i in range(length - 4) if smooth[i] > worst * 1.0001}
-                    got = [slot for slot in policy.slots[layer, row, head].tolist() if slot >= 0]
-                    assert got[8:] == list(range(length - 4, length)) and len(set(got)) == 12
-                    assert sure <= set(got[:8]) and all(smooth[i] >= worst * 0.9999 for i in got[:8])
-                    continue
+                    expected = sorted(best) + list(range(length - 4, length))
                 assert [slot for slot in policy.slots[layer, row, head].tolist() if slot >= 0] == expected
     # later: the same slots, and every token since
     cache.lengths = cache.lengths + torch.tensor([2, 0, 5])

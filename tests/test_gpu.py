@@ -137,15 +137,17 @@ def test_new_weights_are_seen_by_old_graphs(pair):
 
 def test_memory_is_released_with_the_handle(pair):
     target, draft = on(pair.target, "cuda"), on(pair.M, "cuda")
-    gc.collect()
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    with dustin_hf.enable(target):
-        for new in (10, 200, 400):
-            run(target, draft, "cuda", max_new_tokens=new)
-        assert torch.cuda.memory_allocated() > before
-    gc.collect()
-    assert torch.cuda.memory_allocated() == before
+    allocated = []
+    for _ in range(2):
+        with dustin_hf.enable(target):
+            for new in (10, 200, 400):
+                run(target, draft, "cuda", max_new_tokens=new)
+            held = torch.cuda.memory_allocated()
+        gc.collect()
+        torch.cuda.synchronize()
+        allocated.append(torch.cuda.memory_allocated())
+    # once in a process, cuBLAS takes a workspace for the stream that captures
+    assert allocated[0] == allocated[1] < held
 
 
 @two

@@ -63,7 +63,9 @@ class SnapKVPolicy(SelectionPolicy):
         shares = attention_rows(q, keys, before, scale)[:, :, :before].mean(1)  # [HQ, before]
         scores = shares.view(heads, -1, before).mean(1)
         scores = torch.nn.functional.max_pool1d(scores[:, None], self.kernel, 1, self.kernel // 2)[:, 0]
-        best = scores.topk(self.k - window, dim=-1).indices.sort(-1).values
+        # a maximum is shared by neighbours: of equal scores the earlier slot, on every device
+        ranked = scores.sort(dim=-1, descending=True, stable=True).indices
+        best = ranked[:, : self.k - window].sort(-1).values
         observed = torch.arange(before, length, device=keys.device).expand(heads, -1)
         return torch.cat([best, observed], dim=1).int()
 
