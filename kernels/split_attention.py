@@ -71,10 +71,12 @@ def _span(p_row, i_s, n_chosen, BN: tl.constexpr, BK: tl.constexpr, SPLITS: tl.c
 
 @triton.jit
 def _attend_chosen(b_q, p_row, k_base, v_base, s_kt, s_vt, i_s, n_chosen, scale_log2, D: tl.constexpr, BM: tl.constexpr,
-                   BN: tl.constexpr, BD: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr,
+                   BN: tl.constexpr, BD: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr, ALL: tl.constexpr,
                    PRECISION: tl.constexpr):  # fmt: skip
-    """The online softmax over the chosen slots of one split."""
-    begin, end = _span(p_row, i_s, n_chosen, BN, BK, SPLITS)
+    """The online softmax over the chosen slots of one split; `ALL`: over `BK` of them, whatever they hold."""
+    begin, end = 0, BK
+    if not ALL:
+        begin, end = _span(p_row, i_s, n_chosen, BN, BK, SPLITS)
     b_m = tl.full([BM], NEVER, tl.float32)
     b_l = tl.zeros([BM], tl.float32)
     b_o = tl.zeros([BM, BD], tl.float32)
@@ -184,7 +186,7 @@ def sparse_attention_kernel(
     p_q, p_k, p_v, p_indices, p_start, p_o, p_lse, p_part_o, p_part_lse,
     s_qb, s_ql, s_qh, s_kb, s_kh, s_kt, s_vb, s_vh, s_vt, s_ib, s_ih, n_heads, n_chosen, scale_log2,
     L: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
-    BL: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr,
+    BL: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr, ALL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The chosen slots, then the block's own tokens."""
     i_b, i_h, i_s = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.program_id(2)
@@ -202,7 +204,23 @@ def sparse_attention_kernel(
     own_v = _rows_of(v_base, start + own, s_vt, mine, D, BD, True)
 
     b_m, b_l, b_o = _attend_chosen(
-        b_q, p_row, k_base, v_base, s_kt, s_vt, i_s, n_chosen, scale_log2, D, BM, BN, BD, BK, SPLITS, PRECISION
+        b_q,
+        p_row,
+        k_base,
+        v_base,
+        s_kt,
+        s_vt,
+        i_s,
+        n_chosen,
+        scale_log2,
+        D,
+        BM,
+        BN,
+        BD,
+        BK,
+        SPLITS,
+        ALL,
+        PRECISION,
     )
     seen = mine[None, :] & (own[None, :] <= token[:, None])
     b_m, b_l, b_o = _attend(b_q, own_k, own_v, seen, b_m, b_l, b_o, scale_log2, True, PRECISION)
@@ -230,9 +248,14 @@ def sparse_splits(programs: int, tiles: int) -> int:
     return 1 if programs > ENOUGH else min(4, triton.next_power_of_2(max(1, tiles)))
 
 
-def places_of(chosen: int, tile: int, splits: int) -> int:
-    """Places of one split, as a power of two."""
-    return max(16, triton.next_power_of_2(triton.cdiv(triton.cdiv(chosen, tile), splits) * tile))
+def places_of(chosen: int, tile: int, splits: int, slot_bytes: int) -> dict[str, int | bool]:
+    """Places of one split, as a power of two, and whether a program takes just these without looking at them first.
+
+    A loop of known length is faster where slots are wide. Where they are narrow, reading all places ahead pays more
+    (measured).
+    """
+    places = max(16, triton.next_power_of_2(triton.cdiv(triton.cdiv(chosen, tile), splits) * tile))
+    return {"BK": places, "ALL": splits == 1 and chosen == places and slot_bytes >= 256}
 
 
 class Parts:
@@ -299,7 +322,7 @@ def split_attention(
             per_head = indices.stride(1) if indices.shape[1] > 1 else 0
             sparse_attention_kernel[grid](
                 q, k, v, indices, start, *outputs, *strides, indices.stride(0), per_head, heads, indices.shape[2],
-                scale * LOG2E, BL=own, BK=places_of(indices.shape[2], tile, splits),
+                scale * LOG2E, BL=own, **places_of(indices.shape[2], tile, splits, slot_bytes),
                 **sizes, **options,
             )  # fmt: skip
         parts.merge(o, lse, sizes)

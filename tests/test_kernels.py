@@ -37,7 +37,7 @@ def test_full_attention(ops, new, q_heads, kv_heads, dim, starts, dtype):
 
 @pytest.mark.parametrize("new, q_heads, kv_heads, dim, starts", SHAPES)
 @pytest.mark.parametrize("per_head", [False, True])
-@pytest.mark.parametrize("chosen", [0, 1, 9])
+@pytest.mark.parametrize("chosen", [0, 1, 9, 16])
 def test_sparse_attention(ops, new, q_heads, kv_heads, dim, starts, per_head, chosen):
     batch, start = len(starts), torch.tensor(starts)
     k, v = storage(batch, kv_heads, 70, dim)

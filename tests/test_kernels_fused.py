@@ -68,11 +68,11 @@ def test_rope_append(ops, new, q_heads, kv_heads, dim, starts, bias, norm, dtype
 
 @pytest.mark.parametrize("new, q_heads, kv_heads, dim, starts, bias, norm", ROPE_SHAPES)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("per_head", [False, True])
-def test_rope_sparse_attention(ops, new, q_heads, kv_heads, dim, starts, bias, norm, dtype, per_head):
+@pytest.mark.parametrize("per_head, chosen", [(False, 11), (True, 11), (True, 16)])
+def test_rope_sparse_attention(ops, new, q_heads, kv_heads, dim, starts, bias, norm, dtype, per_head, chosen):
     """Rotates and stores as rope_append does, and attends as sparse_attention does to the result."""
     args, (q, keys, values) = rope_inputs(new, q_heads, kv_heads, dim, starts, bias, norm, dtype)
-    indices = torch.full((len(starts), kv_heads if per_head else 1, 11), -1, dtype=torch.int32)
+    indices = torch.full((len(starts), kv_heads if per_head else 1, chosen), -1, dtype=torch.int32)
     for b, start in enumerate(starts):
         for h in range(indices.shape[1]):
             picked = torch.randperm(max(start, 0), generator=torch.Generator().manual_seed(b + h))[:7]

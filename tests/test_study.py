@@ -111,6 +111,12 @@ def test_a_study_with_comparisons(study_pair, tokenizer, tmp_path):
     report = json.loads((tmp_path / "report.json").read_text())
     assert set(report["prices"]) == {"heads", "groups"} and set(report["prices"]["groups"]) == {"1", "2"}
     assert all(0 < row["24"]["hybrid"] <= row["24"]["oracle"] for row in report["prices"]["heads"].values())
+    for name in ("target", "draft"):
+        found = report["stability"][name]
+        assert found["all"] == {key: 1.0 for key in ("seed", "count", "length 400", "haystacks")}  # all heads of a layer
+        assert found["profile"] == found["all"]
+    times = json.loads((tmp_path / "times.json").read_text())
+    assert {"target heads", "traces", "split of budget 24"} <= set(times) and all(x >= 0 for x in times.values())
     assert profile == DustinProfile.from_pretrained(tmp_path)
     # three layers, the default, and the best one and two heads of each layer
     assert [len(heads) for _, heads in report["candidates"]["target"]] == [4, 4, 4, 4, 1, 1, 1, 2, 2, 2]

@@ -49,7 +49,7 @@ def add_commands(commands: "Typer") -> None:
             int | None, typer.Option(min=1, help="Texts recorded at once. Default: 8 on CUDA, else 1.")
         ] = None,
         compare: Annotated[
-            bool, typer.Option("--compare", help="Report the price of fewer heads and the gain of layer groups too.")
+            bool, typer.Option("--compare", help="Report too: fewer heads, layer groups, other needles.")
         ] = False,
         chat: Annotated[bool, typer.Option("--chat", help="Give each text as a user's message.")] = False,
         quick: Annotated[

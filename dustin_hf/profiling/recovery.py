@@ -26,7 +26,7 @@ class Sample:
     """
 
     settings: "TraceSettings"
-    tensors: dict[str, torch.Tensor]
+    tensors: Mapping[str, torch.Tensor]
 
     @property
     def lengths(self) -> torch.Tensor:
@@ -93,7 +93,13 @@ def windowed_arr(
 
 
 def hybrid_set(
-    history: torch.Tensor, lookahead: torch.Tensor, lengths: torch.Tensor, k: int, m: int, sinks: int, window: int
+    history: torch.Tensor,
+    lookahead: torch.Tensor,
+    lengths: torch.Tensor,
+    k: int,
+    m: int | torch.Tensor,
+    sinks: int,
+    window: int,
 ) -> torch.Tensor:
     """Sinks, window, top m by lookahead, the rest by history (paper equation 6), by the operator that runs online.
 
@@ -102,14 +108,14 @@ def hybrid_set(
         lookahead: S_draft of it, `[W, T]`, not negative.
         lengths: committed tokens, `[W]`.
         k: slots in all.
-        m: slots by lookahead; what goes beyond `k - sinks - window` has no effect.
+        m: slots by lookahead, of all windows or each, `[W]`; what goes beyond `k - sinks - window` has no effect.
         sinks: protected tokens at the start.
         window: protected tokens at the end.
 
     Returns:
         `[W, k]` int32, ascending, -1 for unused places.
     """
-    quota = torch.full_like(lengths, m)
+    quota = m if isinstance(m, torch.Tensor) else torch.full_like(lengths, m)
     return topk_select(lookahead.contiguous(), history.contiguous(), lengths, quota, sinks, window, k)
 
 
@@ -167,12 +173,28 @@ class Prepared:
 
     def arr_of(self, slots: torch.Tensor) -> float:
         """ARR of a set for each window, `[W, k]`, the window's own tokens included."""
-        kept = self.truth.gather(1, slots.clamp(min=0).long()).masked_fill(slots < 0, 0).sum(1)
-        return float((kept + self.new_mass).double().mean())
+        return float(_arr_of(slots, self.truth, self.new_mass))
 
-    def mean_arr(self, history: torch.Tensor, lookahead: torch.Tensor, splits: Sequence[tuple[int, int]]) -> float:
-        """Mean over pairs of k and m."""
-        return sum(self.arr(history, lookahead, k, m) for k, m in splits) / len(splits)
+    def mean_arr(
+        self, history: torch.Tensor, lookahead: torch.Tensor, splits: Mapping[int, Sequence[int]]
+    ) -> torch.Tensor:
+        """Mean over several m for each of some k; float64, not waited for on a GPU."""
+        found = []
+        for k, quotas in splits.items():
+            truth, mass, past, to_come = (
+                x.repeat(len(quotas), *[1] * (x.ndim - 1)) for x in (self.truth, self.new_mass, history, lookahead)
+            )
+            lengths = self.sample.lengths
+            m = torch.tensor(quotas, device=lengths.device).repeat_interleave(len(lengths))
+            slots = hybrid_set(past, to_come, lengths.repeat(len(quotas)), k, m, self.sinks, self.window)
+            found.append(_arr_of(slots, truth, mass) * len(quotas))
+        return torch.stack(found).sum() / sum(map(len, splits.values()))
+
+
+def _arr_of(slots: torch.Tensor, truth: torch.Tensor, new_mass: torch.Tensor) -> torch.Tensor:
+    """Mean of ARR over windows: of a set for each, `[W, k]`, truth `[W, T]` and new mass `[W]`."""
+    kept = truth.gather(1, slots.clamp(min=0).long()).masked_fill(slots < 0, 0).sum(1)
+    return (kept + new_mass).double().mean()
 
 
 class Objective:
@@ -207,6 +229,8 @@ class Objective:
     ):
         self.traces, self.sinks, self.window, self.device = traces, sinks, window, device
         self.layers = slice(None) if layers is None else list(layers)
+        # means over layers, by sample: read from its file once
+        self.truths: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         lengths = {i: traces.sample(i).lengths for i in numbers}
         self.numbers = [i for i, found in lengths.items() if len(found)]
         if not self.numbers:
@@ -219,8 +243,12 @@ class Objective:
     def prepared(self, number: int) -> Prepared:
         """One sample with its truth averaged."""
         sample = self.traces.sample(number, self.device)
-        truth, new_mass = sample.truth()[:, self.layers], sample.new_mass[:, self.layers]
-        return Prepared(sample, truth.mean(1), new_mass.mean(1), self.sinks, self.window)
+        if number not in self.truths:
+            self.truths[number] = (
+                sample.truth()[:, self.layers].mean(1),
+                sample.new_mass[:, self.layers].mean(1),
+            )
+        return Prepared(sample, *self.truths[number], self.sinks, self.window)
 
 
 def policy_tables(

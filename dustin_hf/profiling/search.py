@@ -16,6 +16,7 @@ from dustin_hf.profiling.traces import Progress, TraceSet, write_file
 
 STATE_NAME = "search.json"
 STORAGE_NAME = "optuna.db"
+LOOKS = 8  # of the pruner at a trial
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,23 +175,25 @@ def _round(
     progress: Progress | None,
 ) -> dict[int, float]:
     """ARR with each of the open candidates added to the chosen ones."""
-    splits = [(k, 0) for k in settings.budgets]
+    splits: dict[int, list[int]] = {k: [0] for k in settings.budgets}
     if model == "draft":
-        splits = [(k, min(round(x * k), settings.most(k))) for k in settings.budgets for x in settings.search_shares]
-    totals = dict.fromkeys(left, 0.0)
+        splits = {k: [min(round(x * k), settings.most(k)) for x in settings.search_shares] for k in settings.budgets}
+    totals: dict[int, torch.Tensor | float] = dict.fromkeys(left, 0.0)
     for done, number in enumerate(objective.numbers):
         if progress is not None:
             progress(f"{model} layer {len(chosen) + 1}", done, len(objective.numbers))
         prepared = objective.prepared(number)
         sample = prepared.sample
-        fixed = sample.history(chosen) if model == "target" else sample.lookahead(chosen)
-        for i in left:
-            if model == "target":
+        if model == "target":
+            fixed = sample.history(chosen)
+            for i in left:
                 history = fixed + sample.history([i])
                 totals[i] += prepared.mean_arr(history, history, splits)
-            else:
-                totals[i] += prepared.mean_arr(sample.history(target), fixed + sample.lookahead([i]), splits)
-    return {i: total / len(objective.numbers) for i, total in totals.items()}
+        else:
+            history, fixed = sample.history(target), sample.lookahead(chosen)
+            for i in left:
+                totals[i] += prepared.mean_arr(history, fixed + sample.lookahead([i]), splits)
+    return {i: float(total) / len(objective.numbers) for i, total in totals.items()}
 
 
 class _Signals:
@@ -226,7 +229,8 @@ def _tune(
     """Phase 3: m of one budget, and the ARR it reaches. Seeded by the number of finished trials, so it can go on."""
     import optuna
 
-    states, most = optuna.trial.TrialState, settings.most(budget)
+    states, most, count = optuna.trial.TrialState, settings.most(budget), len(signals.objective.numbers)
+    looks = range(count // LOOKS, count, max(1, count // LOOKS))  # every look is a write to the storage
     space: dict[str, Any] = {"m": optuna.distributions.IntDistribution(0, most)}
     # neither signal alone, nor what fits most pairs (ours: 0.75 k), shall be better than what is found
     starts = list(dict.fromkeys([0, min(round(0.75 * budget), most), most]))
@@ -235,7 +239,7 @@ def _tune(
         study_name=f"budget {budget}",
         direction="maximize",
         load_if_exists=True,
-        pruner=optuna.pruners.MedianPruner(n_startup_trials=5, n_warmup_steps=len(signals.objective.numbers) // 4),
+        pruner=optuna.pruners.MedianPruner(n_startup_trials=5, n_warmup_steps=count // 4),
     )
     for trial in study.get_trials(deepcopy=False, states=(states.RUNNING,)):
         study.tell(trial.number, state=states.FAIL)  # of a run that was interrupted
@@ -249,7 +253,7 @@ def _tune(
                     params={"m": starts[done]},
                     distributions=space,
                     value=means[-1],
-                    intermediate_values=dict(enumerate(means)),
+                    intermediate_values={step: means[step] for step in looks},
                 )
             )
             continue
@@ -257,8 +261,10 @@ def _tune(
         asked = study.ask(space)
         mean, pruned = 0.0, False
         for step, mean in enumerate(signals.running_means(budget, asked.params["m"])):
+            if step not in looks:
+                continue
             asked.report(mean, step)
-            pruned = step + 1 < len(signals.objective.numbers) and asked.should_prune()
+            pruned = step + 1 < count and asked.should_prune()
             if pruned:
                 break
         study.tell(asked, state=states.PRUNED if pruned else states.COMPLETE, values=None if pruned else mean)

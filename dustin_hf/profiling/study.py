@@ -3,9 +3,11 @@
 import hashlib
 import json
 import platform
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
+from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,12 +19,11 @@ from transformers.utils.logging import tqdm
 
 import dustin_hf
 from dustin_hf.forward import input_device
-from dustin_hf.profile import DustinProfile, Heads, config_hash
-from dustin_hf.profiling.identify import best_heads, score_heads
-from dustin_hf.profiling.needles import needle_samples
+from dustin_hf.profile import DustinProfile, config_hash
 from dustin_hf.profiling.prices import prices
 from dustin_hf.profiling.recovery import Objective, policy_tables
 from dustin_hf.profiling.search import SearchSettings, search
+from dustin_hf.profiling.stability import Needles, stability
 from dustin_hf.profiling.traces import (
     Candidate,
     Progress,
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
 logger = logging.get_logger(__name__)
 
 DATASET = "zai-org/LongReward-10k"
-REPORT_NAME, STUDY_NAME = "report.json", "study.json"
+REPORT_NAME, STUDY_NAME, TIMES_NAME = "report.json", "study.json", "times.json"
 DEFINITION = (
     "arr: share of the attention of all heads, over the full cache, that verification sees, the window's own tokens "
     "included (paper equations 1 and 2; mean over heads, layers, windows, then texts). arr_committed: the share of the "
@@ -65,7 +66,8 @@ class StudySettings:
         needle_lengths: tokens of the samples that heads are identified on; those beyond a model's limit are left out.
         max_context: longer texts lose their middle, so that a question at the end stays. Default: they are an error.
         chat: give each text as a user's message, by the tokenizer's chat template.
-        compare: report too what fewer heads cost and sets for layer groups would gain (`prices`): nine more searches.
+        compare: report too what fewer heads cost and sets for layer groups would gain (`prices`, nine more searches),
+            and how far the heads depend on the needles (`stability`).
     """
 
     budgets: tuple[int, ...] = (128, 256, 512)
@@ -91,6 +93,14 @@ class StudySettings:
         if self.compare and self.heads_per_layer != 4:
             raise ValueError(f"`compare` needs `heads_per_layer` 4, got {self.heads_per_layer}")
 
+    def needles(
+        self, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", texts: Mapping[str, str], state: Path
+    ) -> Needles:
+        """What a model's heads are identified with."""
+        limit = model.config.get_text_config(decoder=True).max_position_embeddings
+        lengths = [n for n in self.needle_lengths if n <= limit]
+        return Needles(model, tokenizer, texts, lengths, self.heads_per_layer, self.seed, state)
+
     def traces(self, target: tuple[Candidate, ...], draft: tuple[Candidate, ...]) -> TraceSettings:
         """What is recorded."""
         return TraceSettings(target, draft, self.gamma, self.new_tokens, self.stride, self.deltas, self.batch_size)
@@ -109,6 +119,24 @@ class StudySettings:
             target=tuple(range(target)),
             draft=tuple(range(draft)),
         )
+
+
+class Timed:
+    """Passes progress on, and keeps the seconds that each phase took."""
+
+    def __init__(self, progress: Progress):
+        self.progress, self.seconds = progress, dict[str, float]()
+        self.phase, self.since = "start", time.perf_counter()
+
+    def __call__(self, phase: str, done: int, total: int) -> None:
+        self.enter(phase)
+        self.progress(phase, done, total)
+
+    def enter(self, phase: str) -> None:
+        """From here on time goes to that phase."""
+        now = time.perf_counter()
+        self.seconds[self.phase] = self.seconds.get(self.phase, 0.0) + now - self.since
+        self.phase, self.since = phase, now
 
 
 class ProgressBars:
@@ -166,7 +194,8 @@ def profile_pair(
 
     Every fourth text, from the second on, is held out of the search. `out` keeps the results of all phases: called
     again with the same arguments, after an interruption at any point, it goes on there and ends in the same profile.
-    It gets `dustin_profile.json` with its card, and `report.json`.
+    It gets `dustin_profile.json` with its card, `report.json`, and in `times.json` the seconds of each
+    phase of the last call.
 
     Args:
         target: the target.
@@ -191,7 +220,7 @@ def profile_pair(
     check_pair(target, draft)
     options.setdefault("batch_size", 8 if input_device(target).type == "cuda" else 1)
     settings = StudySettings(budgets=tuple(budgets), gamma=gamma, **options)
-    out, progress = Path(out), ProgressBars() if progress is None else progress
+    out, progress = Path(out), Timed(ProgressBars() if progress is None else progress)
     if texts is None or isinstance(texts, str | Path):
         texts = validation_texts(texts)
     if not isinstance(texts, Mapping):
@@ -206,8 +235,13 @@ def profile_pair(
 
     out.mkdir(parents=True, exist_ok=True)
     date = _begin(out, settings, prompts, target, draft)
-    target_heads = _identify("target", target, tokenizer, texts, out, settings, progress)
-    draft_heads = _identify("draft", draft, tokenizer, texts, out, settings, progress)
+    needles = {
+        name: settings.needles(model, tokenizer, texts, out / f"{name}_heads.safetensors")
+        for name, model in (("target", target), ("draft", draft))
+    }
+    target_heads, draft_heads = (
+        needles[name].heads(needles[name].samples(), partial(progress, f"{name} heads")) for name in needles
+    )
     # the default's heads are recorded as well, to be compared with, and the best few of each layer
     fewer = [{layer: best[:n] for layer, best in target_heads.items()} for n in ((1, 2) if settings.compare else ())]
     trace_settings = settings.traces(
@@ -273,8 +307,14 @@ def profile_pair(
     if settings.compare:
         profile.save_pretrained(out)  # there is more to wait for, but not for this
         report["prices"] = prices(traces, out / "prices", search_settings, searched, held_out, device, progress)
+        report["stability"] = {
+            name: stability(needles[name], list(heads), partial(progress, f"stability of {name} heads"))
+            for name, heads in (("target", profile.target_heads), ("draft", profile.draft_heads))
+        }
     write_file(out / REPORT_NAME, json.dumps(report, indent=1).encode())
     profile.save_pretrained(out)
+    progress.enter("end")
+    write_file(out / TIMES_NAME, json.dumps(progress.seconds, indent=1).encode())
     return profile
 
 
@@ -313,26 +353,6 @@ def _begin(out: Path, settings: StudySettings, prompts: Mapping[str, list[int]],
     date = datetime.now(timezone.utc).strftime("%Y-%m-%d")
     write_file(path, json.dumps({**about, "date": date}, indent=1).encode())
     return date
-
-
-def _identify(
-    name: str,
-    model: "PreTrainedModel",
-    tokenizer: "PreTrainedTokenizerBase",
-    texts: Mapping[str, str],
-    out: Path,
-    settings: StudySettings,
-    progress: Progress,
-) -> Heads:
-    """The best retrievers of each layer; scores of finished samples are kept in the folder."""
-    config = model.config.get_text_config(decoder=True)
-    lengths = [n for n in settings.needle_lengths if n <= config.max_position_embeddings]
-    samples = needle_samples(texts, tokenizer, lengths, seed=settings.seed)
-    progress(f"{name} heads", 0, len(samples))
-    scores = score_heads(
-        model, samples, lambda done, total: progress(f"{name} heads", done, total), out / f"{name}_heads.safetensors"
-    )
-    return best_heads(scores, settings.heads_per_layer)
 
 
 def _column(tables: Mapping[str, Mapping[str, Any]], name: str) -> dict[str, dict[str, float]]:

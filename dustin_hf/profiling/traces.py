@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors.torch import load_file, save
+from safetensors import safe_open
+from safetensors.torch import save
 
 from dustin_hf.profile import Heads, config_hash
 from dustin_hf.profiling.recovery import Sample
@@ -101,8 +102,29 @@ class TraceSet:
         return len(self.names)
 
     def sample(self, i: int, device: torch.device | str = "cpu") -> Sample:
-        """One sample, on a device."""
-        return Sample(self.settings, load_file(self.folder / self.names[i], device=str(device)))
+        """One sample, on a device; its tensors are read when they are asked for."""
+        return Sample(self.settings, _Stored(self.folder / self.names[i], str(device)))
+
+
+class _Stored(Mapping[str, torch.Tensor]):
+    """The tensors of a safetensors file, each read once it is asked for."""
+
+    def __init__(self, path: Path, device: str):
+        self.path, self.device = path, device
+        self.read: dict[str, torch.Tensor] = {}
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name not in self.read:
+            with safe_open(self.path, framework="pt", device=self.device) as file:
+                self.read[name] = file.get_tensor(name)
+        return self.read[name]
+
+    def __iter__(self) -> Iterator[str]:
+        with safe_open(self.path, framework="pt") as file:
+            return iter(list(file.keys()))
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
 
 
 def record(

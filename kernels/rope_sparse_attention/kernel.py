@@ -63,8 +63,8 @@ def _rope_sparse_attention_kernel(
     p_o, p_part_o, p_part_lse,
     s_qb, s_ql, s_kb, s_kh, s_kt, s_vb, s_vh, s_vt, s_ib, s_ih, n_heads, n_slots, n_positions, n_chosen, eps,
     scale_log2, L: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
-    BL: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr,
-    PRECISION: tl.constexpr,
+    BL: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr, ALL: tl.constexpr, BIAS: tl.constexpr,
+    NORM: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     i_b, i_h, i_s = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.program_id(2)
     p_row = p_indices + i_b * s_ib + i_h * s_ih
@@ -93,7 +93,23 @@ def _rope_sparse_attention_kernel(
     own_v = _biased(p_qkv, p_bias, own_at[:, None] + v_at, v_at, v_mask, BIAS).to(p_values.dtype.element_ty)
 
     b_m, b_l, b_o = _attend_chosen(
-        b_q, p_row, k_base, v_base, s_kt, s_vt, i_s, n_chosen, scale_log2, D, BM, BN, BD, BK, SPLITS, PRECISION
+        b_q,
+        p_row,
+        k_base,
+        v_base,
+        s_kt,
+        s_vt,
+        i_s,
+        n_chosen,
+        scale_log2,
+        D,
+        BM,
+        BN,
+        BD,
+        BK,
+        SPLITS,
+        ALL,
+        PRECISION,
     )
     stored = v_mask & ((own_slots >= 0) & (own_slots < n_slots))[:, None]
     tl.store(k_base + own_slots[:, None] * s_kt + dims[None, :], own_k, mask=stored)
@@ -112,7 +128,8 @@ def triton_rope_sparse_attention(qkv, bias, q_norm, k_norm, eps, cos, sin, start
     heads, chosen = keys.shape[1], indices.shape[2]
     group = all_heads // heads - 2
     rows, padded, own = (max(16, triton.next_power_of_2(n)) for n in (new * group, dim, new))
-    tile = tile_of(padded * keys.element_size(), rows, own, shared_memory(keys.device))
+    slot_bytes = padded * keys.element_size()
+    tile = tile_of(slot_bytes, rows, own, shared_memory(keys.device))
     splits = sparse_splits(batch * heads, triton.cdiv(chosen, tile))
     o = torch.empty(batch, new, all_heads - 2 * heads, dim, dtype=qkv.dtype, device=qkv.device)
     parts = Parts(qkv, (batch, heads, splits, rows, padded))
@@ -124,7 +141,7 @@ def triton_rope_sparse_attention(qkv, bias, q_norm, k_norm, eps, cos, sin, start
             qkv.stride(0), qkv.stride(1), *keys.stride()[:3], *values.stride()[:3],
             indices.stride(0), indices.stride(1) if indices.shape[1] > 1 else 0,
             heads, keys.shape[2], len(cos), chosen, eps, scale * LOG2E,
-            **sizes, BL=own, BK=places_of(chosen, tile, splits),
+            **sizes, BL=own, **places_of(chosen, tile, splits, slot_bytes),
             BIAS=bias is not None, NORM=q_norm is not None,
             PRECISION="ieee" if qkv.dtype == torch.float32 else "tf32", num_warps=WARPS, num_stages=STAGES,
         )  # fmt: skip
