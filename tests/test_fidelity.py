@@ -188,6 +188,12 @@ def test_fidelity_sums_up(endless):
         assert math.isclose(row["arr_committed"], one.arr_committed.double().mean(), abs_tol=1e-6)
         assert len(row["contexts"][0]["windows"]["kl"]) == 4
     assert result["pearson"]["runs"]["arr"] < 0 and result["pearson"]["windows"]["arr_committed"] < 0
+    # appendix B: three policies of one context at one budget, then the mean over contexts
+    sparse = [row for row in result["results"] if row["budget"] == 14]
+    each = [[[row["contexts"][i][name] for row in sparse] for name in ("arr", "kl")] for i in range(2)]
+    expected = sum(float(torch.corrcoef(torch.tensor(pair, dtype=torch.double))[0, 1]) for pair in each) / 2
+    assert math.isclose(result["pearson"]["contexts 14"]["arr"], expected, abs_tol=1e-9)
+    assert set(result["pearson"]) == {"runs", "windows", "contexts 10", "contexts 14"}
     together = fidelity(endless.target, endless.M, contexts, PROFILE, budgets, modes, 14, batch_size=2, **options)
     for a, b in zip(result["results"], together["results"]):
         assert math.isclose(a["kl"], b["kl"], abs_tol=1e-5) and math.isclose(a["arr"], b["arr"], abs_tol=1e-5)

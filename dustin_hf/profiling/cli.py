@@ -288,9 +288,9 @@ def _report(result: Mapping[str, Any]) -> None:
         table.add_row(row["mode"], "-" if row["budget"] is None else str(row["budget"]), *figures)
     console = Console()
     console.print(table)
-    correlation = result["pearson"]["runs"]["arr"]
-    if correlation is not None:
-        console.print(f"Pearson correlation of KL and ARR over runs: {correlation:.3f}")
+    for over, found in result["pearson"].items():
+        if found["arr"] is not None:
+            console.print(f"Pearson correlation of KL and ARR over {over}: {found['arr']:.3f}")
 
 
 def _say_drawn(paths: Sequence[Path], folder: Path) -> None:

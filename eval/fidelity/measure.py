@@ -23,7 +23,8 @@ DEFINITION = (
     "attention of all heads, over the full cache, that verification sees, the window's own tokens included (mean over "
     "heads, queries, layers); arr_committed: the share of the attention on committed tokens that is kept. Means over "
     "tokens or windows, then over contexts. pearson: of kl with arr or arr_committed, over the means of runs (one "
-    "context, mode and budget each) and over windows; full is left out."
+    "context, mode and budget each), over windows, and as in appendix B of the paper within one context at one budget, "
+    "over policies, of which the mean over contexts is given; full is left out."
 )
 
 
@@ -95,6 +96,7 @@ def fidelity(
             about.append({"name": name, **_about(ids[i], trajectory, i)})
             for row, run in zip(found, runs):
                 row.append(_figures(run, trajectory, i, gamma))
+    results = [_result(arm, row) for arm, row in zip(arms, found)]
     return {
         "definition": DEFINITION,
         "settings": {
@@ -108,8 +110,8 @@ def fidelity(
             "profile": profile.to_dict(),
         },
         "contexts": about,
-        "results": [_result(arm, row) for arm, row in zip(arms, found)],
-        "pearson": _correlations(arms, found),
+        "results": results,
+        "pearson": correlations(results),
     }
 
 
@@ -175,14 +177,32 @@ def _result(arm: Arm, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {"mode": arm.mode, "budget": arm.budget, **means, "contexts": list(rows)}
 
 
-def _correlations(arms: Sequence[Arm], found: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
-    """Pearson's correlation of KL with both ARRs over runs and over windows; paper appendix B has the former."""
-    runs = [row for arm, rows in zip(arms, found) if arm.budget is not None for row in rows if row["kl"] is not None]
-    result: dict[str, Any] = {"runs": {}, "windows": {}}
+def correlations(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Pearson's correlation of KL with both ARRs, from the `results` of `fidelity`.
+
+    Returns:
+        `runs`, `windows` and, where a budget has three policies, `contexts K` (within each context at that budget, then
+        the mean over contexts): `arr` and `arr_committed`.
+    """
+    sparse = [result for result in results if result["budget"] is not None]
+    budgets = dict.fromkeys(result["budget"] for result in sparse)
+    runs = [row for result in sparse for row in result["contexts"] if row["kl"] is not None]
+    found: dict[str, Any] = {"runs": {}, "windows": {}}
     for name in ("arr", "arr_committed"):
-        result["runs"][name] = pearson([row[name] for row in runs], [row["kl"] for row in runs])
-        result["windows"][name] = pearson(*([x for row in runs for x in row["windows"][side]] for side in (name, "kl")))
-    return result
+        found["runs"][name] = pearson([row[name] for row in runs], [row["kl"] for row in runs])
+        found["windows"][name] = pearson(*([x for row in runs for x in row["windows"][side]] for side in (name, "kl")))
+        for budget in budgets:
+            # the rows of one context
+            groups = zip(*(result["contexts"] for result in sparse if result["budget"] == budget))
+            each = [
+                pearson([row[name] for row in group], [row["kl"] for row in group])
+                for group in groups
+                if group[0]["kl"] is not None
+            ]
+            mean = _mean([x for x in each if x is not None])
+            if mean is not None:
+                found.setdefault(f"contexts {budget}", {})[name] = mean
+    return found
 
 
 def _mean(values: Sequence[float]) -> float | None:

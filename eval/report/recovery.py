@@ -37,11 +37,11 @@ def _fidelity(source: Source) -> Section:
         ("Over", *(f"KL and {title}" for title, _ in RATES)),
         tuple(
             (over, *(number(content["pearson"][over].get(name), 4) for _, name in RATES))
-            for over in ("runs", "windows")
-            if over in content["pearson"]
+            for over in content["pearson"]
         ),
-        "Pearson's, over the policies and budgets above. The paper samples sets of tokens of one context instead, "
-        f"without a policy. {about}",
+        "Pearson's, over the policies and budgets above; contexts K: within each context at budget K, and the mean "
+        "over contexts, as the paper has it for one context, with sampled sets of tokens in place of policies. "
+        f"{about}",
     )
     caption = "KL and attention recovery (as the paper's figure 9), both by budget, and KL along the text (ours)."
     drawing = Drawing(f"replay-{slug(target)}", f"{caption} {about}", partial(plot_fidelity, source.path))
