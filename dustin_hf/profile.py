@@ -40,6 +40,54 @@ def config_hash(config: "PreTrainedConfig") -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
 
+def _checked_heads(name: str, heads: Heads) -> Heads:
+    found = {int(layer): tuple(int(h) for h in chosen) for layer, chosen in heads.items()}
+    if not found or not all(found.values()):
+        raise ValueError(f"`{name}` must name at least one head in each of its layers, got {found}")
+    return found
+
+
+def _checked_shares(share: float, shares: dict[int, float]) -> dict[int, float]:
+    if not 0 <= share <= 1:
+        raise ValueError(f"`draft_share` must be between 0 and 1, got {share!r}")
+    found = {int(budget): float(share) for budget, share in shares.items()}
+    if not all(budget > 0 and 0 <= share <= 1 for budget, share in found.items()):
+        raise ValueError(f"`draft_shares` must map budgets to shares between 0 and 1, got {found}")
+    return found
+
+
+def _nearest_share(share: float, shares: dict[int, float], budget: int) -> float:
+    """The share m / k of the nearest budget that was searched, by their ratio; `share` without any."""
+    if not shares:
+        return share
+    return shares[min(shares, key=lambda known: (max(known, budget) / max(1, min(known, budget)), known))]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """Heads and splits that choose the slots of some target layers only (ours; the paper has one set for all).
+
+    Args:
+        first_layer (`int`): the target layer with which the group begins; it ends where the next one begins.
+        target_heads, draft_heads, draft_share, draft_shares: as of a `DustinProfile`.
+    """
+
+    first_layer: int
+    target_heads: Heads
+    draft_heads: Heads
+    draft_share: float = 0.75
+    draft_shares: dict[int, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "draft_shares", _checked_shares(self.draft_share, self.draft_shares))
+        for name in ("target_heads", "draft_heads"):
+            object.__setattr__(self, name, _checked_heads(name, getattr(self, name)))
+
+    def share_for(self, budget: int) -> float:
+        """As of a `DustinProfile`."""
+        return _nearest_share(self.draft_share, self.draft_shares, budget)
+
+
 @dataclass(frozen=True, slots=True)
 class DustinProfile:
     """What the offline search found for one target-draft pair.
@@ -52,11 +100,14 @@ class DustinProfile:
         target_hash (`str`, *optional*): `config_hash` of the target; None fits any model.
         draft_hash (`str`, *optional*): `config_hash` of the draft; None fits any model.
         draft_shares (`dict[int, float]`): m / k found for each budget k that was searched.
+        layer_groups (`tuple[LayerGroup, ...]`): where groups of target layers have sets of their own, those groups,
+            from layer 0 on; heads of a layer are the same in all of them. Without any, all layers share one set.
         metadata (`dict`): how it was made, for people: models, recovery rates, calibration, versions, date. Only what
             JSON can hold, with strings as keys.
 
     Raises:
-        ValueError: on a share out of range, no heads at all, or an unknown schema version.
+        ValueError: on a share out of range, no heads at all, layer groups that do not fit together, or an unknown
+            schema version.
     """
 
     target_heads: Heads
@@ -68,6 +119,7 @@ class DustinProfile:
     schema_version: int = SCHEMA_VERSION
     draft_shares: dict[int, float] = field(default_factory=dict)
     metadata: dict[str, Any] = field(default_factory=dict)
+    layer_groups: tuple[LayerGroup, ...] = ()
 
     def __post_init__(self) -> None:
         if self.schema_version != SCHEMA_VERSION:
@@ -75,18 +127,27 @@ class DustinProfile:
                 f"`schema_version` of a profile must be {SCHEMA_VERSION}, got {self.schema_version!r}: "
                 "make the profile again, or use the dustin_hf release that made it"
             )
-        if not 0 <= self.draft_share <= 1:
-            raise ValueError(f"`draft_share` must be between 0 and 1, got {self.draft_share!r}")
-        shares = {int(budget): float(share) for budget, share in self.draft_shares.items()}
-        if not all(budget > 0 and 0 <= share <= 1 for budget, share in shares.items()):
-            raise ValueError(f"`draft_shares` must map budgets to shares between 0 and 1, got {shares}")
-        object.__setattr__(self, "draft_shares", shares)
+        object.__setattr__(self, "draft_shares", _checked_shares(self.draft_share, self.draft_shares))
         check_num_assistant_tokens(self.num_assistant_tokens)
         for name in ("target_heads", "draft_heads"):
-            heads = {int(layer): tuple(int(h) for h in chosen) for layer, chosen in getattr(self, name).items()}
-            if not heads or not all(heads.values()):
-                raise ValueError(f"`{name}` must name at least one head in each of its layers, got {heads}")
-            object.__setattr__(self, name, heads)
+            object.__setattr__(self, name, _checked_heads(name, getattr(self, name)))
+        groups = tuple(LayerGroup(**x) if isinstance(x, dict) else x for x in self.layer_groups)
+        object.__setattr__(self, "layer_groups", groups)
+        self._check_groups()
+
+    def _check_groups(self) -> None:
+        begins = [group.first_layer for group in self.layer_groups]
+        if begins and (begins[0] != 0 or begins != sorted(set(begins))):
+            raise ValueError(f"`layer_groups` must begin at layer 0 and go on in order, got first layers {begins}")
+        for name in ("target_heads", "draft_heads"):
+            known: Heads = {}
+            for group in self.layer_groups:
+                for layer, chosen in getattr(group, name).items():
+                    if known.setdefault(layer, chosen) != chosen:
+                        raise ValueError(
+                            f"`layer_groups` must agree on the `{name}` of a layer, got {known[layer]} and {chosen} "
+                            f"in layer {layer}"
+                        )
 
     @classmethod
     def default(cls, target: "PreTrainedConfig", draft: "PreTrainedConfig") -> "DustinProfile":
@@ -112,9 +173,10 @@ class DustinProfile:
 
     def check_pair(self, target: "PreTrainedConfig", draft: "PreTrainedConfig | None") -> None:
         """Raise `ValueError` unless this profile was made for models of these shapes; without a draft, the target's."""
+        everywhere: tuple[DustinProfile | LayerGroup, ...] = (self, *self.layer_groups)
         for name, wanted, config, heads in (
-            ("target", self.target_hash, target, self.target_heads),
-            ("draft", self.draft_hash, draft, self.draft_heads),
+            ("target", self.target_hash, target, [x for part in everywhere for x in part.target_heads.items()]),
+            ("draft", self.draft_hash, draft, [x for part in everywhere for x in part.draft_heads.items()]),
         ):
             if config is None:
                 continue
@@ -124,7 +186,7 @@ class DustinProfile:
                     f"`profile` was made for another {name}: config hash {wanted}, this model has {found}; "
                     "make one for this pair, or leave `profile` out to use the default"
                 )
-            for layer, chosen in heads.items():
+            for layer, chosen in heads:
                 if not 0 <= layer < config.num_hidden_layers or not all(
                     0 <= head < config.num_attention_heads for head in chosen
                 ):
@@ -132,13 +194,15 @@ class DustinProfile:
                         f"`profile` names heads {chosen} of {name} layer {layer}, but this model has "
                         f"{config.num_hidden_layers} layers of {config.num_attention_heads} heads"
                     )
+        if any(group.first_layer >= target.num_hidden_layers for group in self.layer_groups):
+            raise ValueError(
+                f"`profile` has layer groups that begin at {[group.first_layer for group in self.layer_groups]}, but "
+                f"this target has {target.num_hidden_layers} layers"
+            )
 
     def share_for(self, budget: int) -> float:
         """The share m / k of the nearest budget that was searched, by their ratio; `draft_share` without any."""
-        if not self.draft_shares:
-            return self.draft_share
-        nearest = min(self.draft_shares, key=lambda known: (max(known, budget) / max(1, min(known, budget)), known))
-        return self.draft_shares[nearest]
+        return _nearest_share(self.draft_share, self.draft_shares, budget)
 
     def to_dict(self) -> dict[str, Any]:
         """The fields, ready for JSON."""
@@ -231,6 +295,18 @@ def model_card(profile: DustinProfile, name: str = "path/or/hub-id") -> str:
         f"| draft, lookahead | {_heads_in_words(profile.draft_heads)} |",
         "",
     ]
+    if profile.layer_groups:
+        lines += [
+            "Groups of target layers have sets of their own:",
+            "",
+            "| from layer | target | draft |",
+            "|---|---|---|",
+        ]
+        lines += [
+            f"| {group.first_layer} | {_heads_in_words(group.target_heads)} | {_heads_in_words(group.draft_heads)} |"
+            for group in profile.layer_groups
+        ]
+        lines.append("")
     shares = {str(k): share for k, share in sorted(profile.draft_shares.items())} or {"any": profile.draft_share}
     lines += ["| budget k | m / k |", "|---|---|", *(f"| {k} | {share:.3f} |" for k, share in shares.items()), ""]
     arr = data.get("arr", {})

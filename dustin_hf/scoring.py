@@ -24,6 +24,10 @@ class HeadScorer:
         self.group = group
         self._kv_heads: dict[tuple[int, torch.device], torch.Tensor] = {}
 
+    def of(self, heads: Heads) -> "HeadScorer":
+        """A scorer of other heads of the same model."""
+        return HeadScorer(heads, self.group, self.scale)
+
     def kv_heads(self, layer: int, device: torch.device) -> torch.Tensor:
         """The key/value head of each chosen head, `[NH]`; copied to a device once, for a step copies nothing."""
         key = (layer, device)
@@ -37,7 +41,7 @@ class HeadScorer:
         """Scores of every committed token.
 
         Args:
-            queries: layer -> `[B, NQ, NH, D]` of the chosen heads, after rotary embedding.
+            queries: layer -> `[B, NQ, NH, D]` of the chosen heads, after rotary embedding; other layers are left out.
             cache: the model's cache, read only.
             lengths: committed tokens of each row, `[B]`.
             counts: queries of each row that count, `[B]`.
@@ -46,8 +50,8 @@ class HeadScorer:
             `[B, capacity]` float32, zero from `lengths[b]` on, on the device of `lengths`.
         """
         total = torch.zeros(len(lengths), cache.capacity, dtype=torch.float32, device=lengths.device)
-        for layer, q in queries.items():
-            keys = cache.layers[layer].keys
+        for layer in self.heads:
+            q, keys = queries[layer], cache.layers[layer].keys
             at = keys.device
             part = total if at == total.device else torch.zeros_like(total, device=at)
             srh_score(part, q.to(at), keys, self.kv_heads(layer, at), lengths.to(at), counts.to(at), self.scale)

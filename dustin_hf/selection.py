@@ -1,8 +1,9 @@
 """Which cached tokens verification attends to: the policy interface, hybrid selection (paper equation 6), and full."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,7 +11,7 @@ import torch
 from dustin_hf.cache import DustinCache
 from dustin_hf.config import DustinConfig
 from dustin_hf.kernels.topk_select import topk_select
-from dustin_hf.profile import DustinProfile, Heads
+from dustin_hf.profile import DustinProfile, Heads, LayerGroup
 from dustin_hf.scoring import HeadScorer, Queries
 
 if TYPE_CHECKING:
@@ -149,6 +150,44 @@ class HybridPolicy(SelectionPolicy):
         return Selection(indices[None, :, None])
 
 
+class LayeredPolicy(SelectionPolicy):
+    """A hybrid set of its own for each group of target layers (ours).
+
+    Args:
+        begins: first layer of each group, from 0 on.
+        parts: the policy of each.
+        layers: of the target.
+
+    The lookahead scores of the last group that has any are those that sparse drafts go by.
+    """
+
+    def __init__(self, begins: Sequence[int], parts: Sequence[HybridPolicy], layers: int):
+        self.parts = tuple(parts)
+        self.layer_sets = tuple(bisect_right(begins, layer) - 1 for layer in range(layers))
+        self.target_heads = {layer: heads for part in parts for layer, heads in part.target_heads.items()}
+        self.draft_heads = {layer: heads for part in parts for layer, heads in part.draft_heads.items()}
+        self.draft_scorer = next((part.draft_scorer for part in reversed(self.parts) if part.draft_heads), None)
+
+    @property
+    def signature(self) -> tuple:
+        return (type(self).__name__, self.layer_sets, *(part.signature for part in self.parts))
+
+    def select(self, signals: Signals) -> Selection:
+        lengths, ones = signals.lengths, torch.ones_like(signals.lengths)
+        found = []
+        for part in self.parts:
+            assert part.target_scorer is not None
+            by_target = part.target_scorer(signals.target_queries, signals.target_cache, lengths, ones)
+            by_draft = signals.draft_scores
+            if by_draft is not None and part.draft_scorer not in (None, self.draft_scorer):
+                assert part.draft_scorer is not None
+                by_draft = part.draft_scorer(signals.draft_queries, signals.draft_cache, lengths, signals.draft_counts)
+            own = part.select(replace(signals, target_scores=by_target, draft_scores=by_draft)).indices
+            assert own is not None
+            found.append(own)
+        return Selection(torch.cat(found), self.layer_sets)
+
+
 @dataclass(frozen=True, slots=True)
 class PolicyContext:
     """What a policy is built from: the user's options, the profile, the scorers of both models' chosen heads, and both
@@ -194,19 +233,33 @@ def build_policy(context: PolicyContext) -> SelectionPolicy:
 
 
 def _hybrid(share: float | None) -> PolicyFactory:
-    def factory(context: PolicyContext) -> SelectionPolicy:
+    def build(context: PolicyContext, found: DustinProfile | LayerGroup, *scorers: HeadScorer) -> HybridPolicy:
         config = context.config
         part = share
         if part is None:
-            part = config.draft_share if config.draft_share is not None else context.profile.share_for(config.budget)
+            part = config.draft_share if config.draft_share is not None else found.share_for(config.budget)
         return HybridPolicy(
             k=config.budget,
             sinks=config.sinks,
             window=config.window,
             m=round(part * config.budget),
-            target=context.target_scorer,
-            draft=context.draft_scorer if part > 0 else None,
+            target=scorers[0],
+            draft=scorers[1] if part > 0 else None,
         )
+
+    def factory(context: PolicyContext) -> SelectionPolicy:
+        own, groups = (context.target_scorer, context.draft_scorer), context.profile.layer_groups
+        if not groups:
+            return build(context, context.profile, *own)
+        parts = [
+            build(
+                context,
+                group,
+                *(scorer.of(heads) for scorer, heads in zip(own, (group.target_heads, group.draft_heads))),
+            )
+            for group in groups
+        ]
+        return LayeredPolicy([group.first_layer for group in groups], parts, context.target_config.num_hidden_layers)
 
     return factory
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +14,7 @@ import dustin_hf
 from dustin_hf import DustinConfig, DustinProfile, Selection, SelectionPolicy, register_policy
 from dustin_hf import profile as profile_module
 from dustin_hf.drafting import streaming_slots
-from dustin_hf.profile import CARD_NAME, PROFILE_NAME, SHIPPED, config_hash, model_card
+from dustin_hf.profile import CARD_NAME, PROFILE_NAME, SHIPPED, LayerGroup, config_hash, model_card
 from dustin_hf.selection import _FACTORIES, build_policy, policy_names
 from dustin_hf.testing import random_prompts, tiny_model
 
@@ -43,6 +44,31 @@ def test_profile_round_trip(tmp_path):
     assert json.loads(path.read_text())["schema_version"] == 1
     for source in (tmp_path / "new", path, str(path)):
         assert DustinProfile.from_pretrained(source) == profile
+
+
+def test_layer_groups_of_a_profile(tmp_path):
+    groups = LayerGroup(0, {0: (0,)}, {1: (2,)}, 0.5), LayerGroup(2, {0: (0,), 1: (1,)}, {0: (3,)}, 0.75, {64: 0.25})
+    profile = DustinProfile({0: (1,)}, {0: (1,)}, layer_groups=groups)
+    profile.save_pretrained(tmp_path)
+    assert DustinProfile.from_pretrained(tmp_path) == profile
+    assert [group.share_for(100) for group in profile.layer_groups] == [0.5, 0.25]
+    assert "| 2 | 0: 0; 1: 1 | 0: 3 |" in (tmp_path / "README.md").read_text()
+    config = tiny_model(num_hidden_layers=3).config
+    profile.check_pair(config, config)
+    with pytest.raises(ValueError, match=r"layer groups that begin at \[0, 2\], but this target has 2 layers"):
+        profile.check_pair(tiny_model().config, config)
+    with pytest.raises(ValueError, match=r"names heads \(9,\) of draft layer 0"):
+        replace(profile, layer_groups=(replace(groups[0], draft_heads={0: (9,)}),)).check_pair(config, config)
+    for bad, what in [
+        (groups[1:], "must begin at layer 0 and go on in order"),
+        ((groups[0], groups[0]), "must begin at layer 0 and go on in order"),
+        ((groups[0], replace(groups[1], target_heads={0: (1,)})), "must agree on the `target_heads` of a layer"),
+    ]:
+        with pytest.raises(ValueError, match=what):
+            replace(profile, layer_groups=bad)
+    for changes, what in [({"draft_share": 2}, "`draft_share` must"), ({"target_heads": {}}, "`target_heads` must")]:
+        with pytest.raises(ValueError, match=what):
+            replace(groups[0], **changes)
 
 
 def test_profile_from_the_hub(tmp_path, monkeypatch):

@@ -10,10 +10,11 @@ from helpers import dustin, padded, plain
 from transformers import DynamicCache
 
 import dustin_hf
-from dustin_hf import DustinCache
+from dustin_hf import DustinCache, DustinProfile
 from dustin_hf._compat import CACHE_ARG
 from dustin_hf.model_patches import attention
 from dustin_hf.prefill import prefill
+from dustin_hf.profile import LayerGroup
 from dustin_hf.testing import TOLERANCE, assert_close, left_pad, random_prompts, tiny_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -25,11 +26,11 @@ def on(model, device, dtype=torch.float32):
     return copy.deepcopy(model).to(device, dtype)
 
 
-def run(target, draft, device, **kwargs):
+def run(target, draft, device, profile=None, **kwargs):
     """`helpers.dustin` with the inputs on a device."""
     kwargs = {"do_sample": False, "max_new_tokens": 24, **kwargs}
     inputs = {name: x.to(device) for name, x in left_pad(PROMPTS).items()}
-    with dustin_hf.enable(target):
+    with dustin_hf.enable(target, profile=profile):
         out = target.generate(
             **inputs,
             assistant_model=draft,
@@ -133,6 +134,19 @@ def test_new_weights_are_seen_by_old_graphs(pair):
         keep = torch.empty(10_000_000, device="cuda")  # noqa: F841  # takes the memory that is free now
         target.to("cuda")
         assert run(target, draft, "cuda", max_new_tokens=40)[0] == expected
+
+
+def test_layer_groups(pair):
+    """Sets of their own for groups of layers: the text of the CPU, op by op and captured."""
+    groups = LayerGroup(0, {1: (0, 2)}, {1: (0,)}, 0.25), LayerGroup(1, {0: (3,)}, {0: (1, 2)}, 0.75)
+    profile = DustinProfile({0: (3,)}, {0: (1,)}, layer_groups=groups)
+    expected, _ = dustin(pair.target, pair.M, PROMPTS, budget=24, profile=profile, config={"draft_cache": "sparse"})
+    target, draft = on(pair.target, "cuda"), on(pair.M, "cuda")
+    with dustin_hf.enable(target):  # keeps graphs between the calls
+        for backend in ("eager", "graph", "graph"):
+            config = {"budget": 24, "backend": backend, "draft_cache": "sparse"}
+            rows, out = run(target, draft, "cuda", profile, cache_config=config)
+            assert rows == expected and out.stats.backend == backend
 
 
 def test_memory_is_released_with_the_handle(pair):

@@ -108,7 +108,7 @@ def test_profile_passes_on_what_it_was_given(folders, monkeypatch):
     del seen["progress"]
     assert seen == {
         "texts": ["0.txt", "1.txt"], "out": folders / "study", "budgets": [40], "gamma": 4, "trials": 3, "chat": False,
-        "compare": False, "new_tokens": 32, "needle_lengths": (512,), "max_context": 2048,
+        "compare": False, "layer_groups": 1, "new_tokens": 32, "needle_lengths": (512,), "max_context": 2048,
     }  # fmt: skip
     result = invoke("profile", *arguments)
     assert seen["budgets"] == (128, 256, 512) and "trials" in seen

@@ -12,7 +12,9 @@ from dustin_hf import DustinProfile
 from dustin_hf.profile import CARD_NAME, PROFILE_NAME
 from dustin_hf.profiling import identify, traces
 from dustin_hf.profiling import search as search_module
+from dustin_hf.profiling.search import search
 from dustin_hf.profiling.study import StudySettings, encode, profile_pair
+from dustin_hf.profiling.traces import TraceSet
 from dustin_hf.testing import noisy_copy, tiny_model
 
 
@@ -113,13 +115,33 @@ def test_a_study_with_comparisons(study_pair, tokenizer, tmp_path):
     assert all(0 < row["24"]["hybrid"] <= row["24"]["oracle"] for row in report["prices"]["heads"].values())
     for name in ("target", "draft"):
         found = report["stability"][name]
-        assert found["all"] == {key: 1.0 for key in ("seed", "count", "length 400", "haystacks")}  # all heads of a layer
+        assert found["all"] == {
+            key: 1.0 for key in ("seed", "count", "length 400", "haystacks")
+        }  # all heads of a layer
         assert found["profile"] == found["all"]
     times = json.loads((tmp_path / "times.json").read_text())
     assert {"target heads", "traces", "split of budget 24"} <= set(times) and all(x >= 0 for x in times.values())
     assert profile == DustinProfile.from_pretrained(tmp_path)
     # three layers, the default, and the best one and two heads of each layer
     assert [len(heads) for _, heads in report["candidates"]["target"]] == [4, 4, 4, 4, 1, 1, 1, 2, 2, 2]
+
+
+def test_a_study_with_layer_groups(study_pair, tokenizer, tmp_path):
+    texts = {f"{i}.txt": " ".join(random.Random(i).choices(WORDS, k=45 + i)) + "." for i in range(3)}
+    profile = run(study_pair, tokenizer, tmp_path, texts=texts, budgets=(24,), trials=3, layer_groups=2)
+    found = TraceSet(tmp_path / "traces")
+    settings = StudySettings(**{**OPTIONS, "budgets": (24,), "trials": 3}).search(3, 3)
+    assert [group.first_layer for group in profile.layer_groups] == [0, 2]
+    for group, layers in zip(profile.layer_groups, ([0, 1], [2])):
+        alone = search(found, tmp_path / f"alone{layers[0]}", settings, [0, 2], layers=layers)
+        assert group.target_heads == dict(found.settings.target[i] for i in alone.target)
+        assert group.draft_heads == dict(found.settings.draft[i] for i in alone.draft)
+        assert group.draft_shares == {24: alone.splits[24] / 24}
+    row = profile.metadata["arr"]["24"]
+    assert row["hybrid_by_groups"] <= row["oracle_by_groups"] and row["oracle"] <= row["oracle_by_groups"]
+    assert DustinProfile.from_pretrained(tmp_path) == profile
+    with pytest.raises(ValueError, match="`layer_groups` must be between 1 and the 3 layers of the target, got 4"):
+        run(study_pair, tokenizer, tmp_path / "more", texts=texts, budgets=(24,), trials=3, layer_groups=4)
 
 
 def test_a_finished_study_is_not_made_again(whole, study_pair, tokenizer, monkeypatch):

@@ -51,6 +51,9 @@ def add_commands(commands: "Typer") -> None:
         compare: Annotated[
             bool, typer.Option("--compare", help="Report too: fewer heads, layer groups, other needles.")
         ] = False,
+        layer_groups: Annotated[
+            int, typer.Option(min=1, help="Groups of target layers with sets of their own; 1 is the paper's.")
+        ] = 1,
         chat: Annotated[bool, typer.Option("--chat", help="Give each text as a user's message.")] = False,
         quick: Annotated[
             bool, typer.Option("--quick", help="Few short texts and trials; what else is given still counts.")
@@ -71,7 +74,7 @@ def add_commands(commands: "Typer") -> None:
             options: dict[str, Any] = dict(QUICK) if quick else {}
             given = {"max_context": max_context, "new_tokens": new_tokens, "trials": trials, "batch_size": batch}
             options |= {name: value for name, value in given.items() if value is not None}
-            options |= {"chat": chat, "compare": compare}
+            options |= {"chat": chat, "compare": compare, "layer_groups": layer_groups}
             if quick:
                 texts, samples = texts or BUILT_IN, samples or QUICK_TEXTS
             found_texts = validation_texts(texts, samples)

@@ -43,30 +43,79 @@ def prices(
         `heads` ("1 + 4" and so on, target and draft heads) and `groups` ("1", "2", "4", as far as there are layers),
         each to budget, to `hybrid` and `oracle`.
     """
-
-    def run(name: str, settings: SearchSettings, layers: list[int] | None = None) -> dict[str, dict[str, float]]:
-        def told(phase: str, done: int, total: int) -> None:
-            if progress is not None:
-                progress(f"{name}: {phase}", done, total)
-
-        place = Path(folder) / name.replace(" ", "")
-        found = search(traces, place, settings, searched, device, told, layers)
-        return reached(Objective(traces, held_out, settings.sinks, settings.window, device, layers), found)
-
     heads = {}
     for target_heads, draft_layers in HEADS:
         fewer = tuple(i for i, (_, chosen) in enumerate(traces.settings.target) if len(chosen) == target_heads)
         candidates = settings.target if target_heads == 4 else fewer
         name = f"{target_heads} + {4 * draft_layers}"
-        heads[name] = run(f"heads {name}", replace(settings, target=candidates, draft_layers=draft_layers))
-    depth = traces.sample(held_out[0]).new_mass.shape[1]
+        place, told = Path(folder) / f"heads{name.replace(' ', '')}", progress and _named(f"heads {name}", progress)
+        own = replace(settings, target=candidates, draft_layers=draft_layers)
+        found = search(traces, place, own, searched, device, told)
+        heads[name] = reached(Objective(traces, held_out, settings.sinks, settings.window, device), found)
     groups = {"1": heads["4 + 12"]}
-    for count in [count for count in GROUPS if count <= depth]:
-        bounds = [round(i * depth / count) for i in range(count + 1)]
-        parts = [list(range(*pair)) for pair in zip(bounds, bounds[1:])]
-        found = [run(f"layers {part[0]} to {part[-1]}", settings, part) for part in parts]
-        groups[str(count)] = _mean(found, [len(part) / depth for part in parts])
+    for count in [count for count in GROUPS if count <= depth_of(traces)]:
+        parts = search_groups(traces, folder, settings, searched, count, device, progress)
+        groups[str(count)] = reached_by_groups(traces, settings, held_out, parts, device)
     return {"heads": heads, "groups": groups}
+
+
+def depth_of(traces: TraceSet) -> int:
+    """Layers of the target."""
+    return traces.sample(0).new_mass.shape[1]
+
+
+def search_groups(
+    traces: TraceSet,
+    folder: str | Path,
+    settings: SearchSettings,
+    searched: Sequence[int],
+    count: int,
+    device: torch.device | str = "cpu",
+    progress: Progress | None = None,
+) -> list[tuple[list[int], SearchResult]]:
+    """Algorithm 1 for each of `count` equal parts of the target's depth: its layers, and what recovers them best.
+
+    Raises:
+        ValueError: if the target has fewer layers.
+    """
+    depth = depth_of(traces)
+    if not 1 <= count <= depth:
+        raise ValueError(f"`layer_groups` must be between 1 and the {depth} layers of the target, got {count}")
+    bounds = [round(i * depth / count) for i in range(count + 1)]
+    found = []
+    for first, end in zip(bounds, bounds[1:]):
+        layers = list(range(first, end))
+        name = f"layers {first} to {end - 1}"
+        told = None if progress is None else _named(name, progress)
+        place = Path(folder) / name.replace(" ", "")
+        found.append((layers, search(traces, place, settings, searched, device, told, layers)))
+    return found
+
+
+def reached_by_groups(
+    traces: TraceSet,
+    settings: SearchSettings,
+    held_out: Sequence[int],
+    parts: Sequence[tuple[list[int], SearchResult]],
+    device: torch.device | str = "cpu",
+) -> dict[str, dict[str, float]]:
+    """`reached` of every part, weighted by its share of the layers."""
+    tables = [
+        reached(Objective(traces, held_out, settings.sinks, settings.window, device, layers), found)
+        for layers, found in parts
+    ]
+    depth = sum(len(layers) for layers, _ in parts)
+    return {
+        k: {
+            name: sum(len(layers) / depth * table[k][name] for (layers, _), table in zip(parts, tables)) for name in row
+        }
+        for k, row in tables[0].items()
+    }
+
+
+def _named(name: str, progress: Progress) -> Progress:
+    """Progress that says which of several searches it is of."""
+    return lambda phase, done, total: progress(f"{name}: {phase}", done, total)
 
 
 def reached(objective: Objective, found: SearchResult) -> dict[str, dict[str, float]]:
@@ -81,11 +130,3 @@ def reached(objective: Objective, found: SearchResult) -> dict[str, dict[str, fl
             totals[str(k)]["hybrid"] += prepared.arr(history, lookahead, k, m) / len(objective.numbers)
             totals[str(k)]["oracle"] += prepared.arr_of(best) / len(objective.numbers)
     return totals
-
-
-def _mean(tables: Sequence[dict[str, dict[str, float]]], shares: Sequence[float]) -> dict[str, dict[str, float]]:
-    """The tables' weighted mean."""
-    return {
-        k: {name: sum(share * table[k][name] for share, table in zip(shares, tables)) for name in row}
-        for k, row in tables[0].items()
-    }

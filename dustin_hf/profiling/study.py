@@ -19,10 +19,10 @@ from transformers.utils.logging import tqdm
 
 import dustin_hf
 from dustin_hf.forward import input_device
-from dustin_hf.profile import DustinProfile, config_hash
-from dustin_hf.profiling.prices import prices
+from dustin_hf.profile import DustinProfile, LayerGroup, config_hash
+from dustin_hf.profiling.prices import prices, reached_by_groups, search_groups
 from dustin_hf.profiling.recovery import Objective, policy_tables
-from dustin_hf.profiling.search import SearchSettings, search
+from dustin_hf.profiling.search import SearchResult, SearchSettings, search
 from dustin_hf.profiling.stability import Needles, stability
 from dustin_hf.profiling.traces import (
     Candidate,
@@ -66,6 +66,8 @@ class StudySettings:
         needle_lengths: tokens of the samples that heads are identified on; those beyond a model's limit are left out.
         max_context: longer texts lose their middle, so that a question at the end stays. Default: they are an error.
         chat: give each text as a user's message, by the tokenizer's chat template.
+        layer_groups: groups of target layers that get sets of their own (`LayerGroup`): equal parts of the depth, each
+            with a search for it. One set for all is the paper's.
         compare: report too what fewer heads cost and sets for layer groups would gain (`prices`, nine more searches),
             and how far the heads depend on the needles (`stability`).
     """
@@ -88,6 +90,7 @@ class StudySettings:
     chat: bool = False
     batch_size: int = 1
     compare: bool = False
+    layer_groups: int = 1
 
     def __post_init__(self) -> None:
         if self.compare and self.heads_per_layer != 4:
@@ -265,10 +268,19 @@ def profile_pair(
     tables = policy_tables(
         objective, result.target, result.draft, result.splits, (stated[0], stated[1], default.draft_share)
     )
+    parts: list[tuple[list[int], SearchResult]] = []
+    by_groups: dict[str, dict[str, float]] = {}
+    if settings.layer_groups > 1:
+        places = traces, out / "prices", search_settings, searched
+        parts = search_groups(*places, settings.layer_groups, device, progress)
+        by_groups = reached_by_groups(traces, search_settings, held_out, parts, device)
     metadata = {
         "target": fingerprint(target),
         "draft": fingerprint(draft),
-        "arr": _column(tables, "arr"),
+        "arr": {
+            k: row | {f"{name}_by_groups": round(x, 5) for name, x in by_groups.get(k, {}).items()}
+            for k, row in _column(tables, "arr").items()
+        },
         "arr_committed": _column(tables, "arr_committed"),
         "calibration": {
             "texts": len(prompts),
@@ -281,16 +293,17 @@ def profile_pair(
         "versions": _versions(),
         "date": date,
     }
-    shares = {k: m / k for k, m in result.splits.items()}
+    everywhere = _group(0, result, trace_settings)
     profile = DustinProfile(
-        target_heads=dict(trace_settings.target[i] for i in result.target),
-        draft_heads=dict(trace_settings.draft[i] for i in result.draft),
-        draft_share=shares[max(shares)],
+        target_heads=everywhere.target_heads,
+        draft_heads=everywhere.draft_heads,
+        draft_share=everywhere.draft_share,
         num_assistant_tokens=gamma,
         target_hash=config_hash(configs[0]),
         draft_hash=config_hash(configs[1]),
-        draft_shares=shares,
+        draft_shares=everywhere.draft_shares,
         metadata=json.loads(json.dumps(metadata)),
+        layer_groups=tuple(_group(layers[0], found, trace_settings) for layers, found in parts),
     )
     report: dict[str, Any] = {
         "definition": DEFINITION,
@@ -301,6 +314,7 @@ def profile_pair(
         "new_mass": _new_mass(objective),
         "searched_arr": result.arr,
         "rounds": result.rounds,
+        "layer_groups": by_groups,
         "candidates": {name: getattr(trace_settings, name) for name in ("target", "draft")},
         "profile": profile.to_dict(),
     }
@@ -353,6 +367,18 @@ def _begin(out: Path, settings: StudySettings, prompts: Mapping[str, list[int]],
     date = datetime.now(timezone.utc).strftime("%Y-%m-%d")
     write_file(path, json.dumps({**about, "date": date}, indent=1).encode())
     return date
+
+
+def _group(first_layer: int, found: SearchResult, traces: TraceSettings) -> LayerGroup:
+    """What a search has found, for the target layers from that one on."""
+    shares = {k: m / k for k, m in found.splits.items()}
+    return LayerGroup(
+        first_layer,
+        dict(traces.target[i] for i in found.target),
+        dict(traces.draft[i] for i in found.draft),
+        shares[max(shares)],
+        shares,
+    )
 
 
 def _column(tables: Mapping[str, Mapping[str, Any]], name: str) -> dict[str, dict[str, float]]:

@@ -36,8 +36,7 @@ def _fidelity(source: Source) -> Section:
         f"Correlation of KL and attention recovery, {target} (as the paper's table 4)",
         ("Over", *(f"KL and {title}" for title, _ in RATES)),
         tuple(
-            (over, *(number(content["pearson"][over].get(name), 4) for _, name in RATES))
-            for over in content["pearson"]
+            (over, *(number(content["pearson"][over].get(name), 4) for _, name in RATES)) for over in content["pearson"]
         ),
         "Pearson's, over the policies and budgets above; contexts K: within each context at budget K, and the mean "
         "over contexts, as the paper has it for one context, with sampled sets of tokens in place of policies. "
