@@ -125,10 +125,10 @@ class StudySettings:
 
 
 class Timed:
-    """Passes progress on, and keeps the seconds that each phase took."""
+    """Passes progress on, and keeps the seconds that each phase took in a file."""
 
-    def __init__(self, progress: Progress):
-        self.progress, self.seconds = progress, dict[str, float]()
+    def __init__(self, progress: Progress, path: Path):
+        self.progress, self.path, self.seconds = progress, path, dict[str, float]()
         self.phase, self.since = "start", time.perf_counter()
 
     def __call__(self, phase: str, done: int, total: int) -> None:
@@ -137,9 +137,11 @@ class Timed:
 
     def enter(self, phase: str) -> None:
         """From here on time goes to that phase."""
-        now = time.perf_counter()
-        self.seconds[self.phase] = self.seconds.get(self.phase, 0.0) + now - self.since
-        self.phase, self.since = phase, now
+        if phase != self.phase:
+            now = time.perf_counter()
+            self.seconds[self.phase] = round(self.seconds.get(self.phase, 0.0) + now - self.since, 3)
+            self.phase, self.since = phase, now
+            write_file(self.path, json.dumps(self.seconds, indent=1).encode())
 
 
 class ProgressBars:
@@ -223,7 +225,8 @@ def profile_pair(
     check_pair(target, draft)
     options.setdefault("batch_size", 8 if input_device(target).type == "cuda" else 1)
     settings = StudySettings(budgets=tuple(budgets), gamma=gamma, **options)
-    out, progress = Path(out), Timed(ProgressBars() if progress is None else progress)
+    out = Path(out)
+    progress = Timed(ProgressBars() if progress is None else progress, out / TIMES_NAME)
     if texts is None or isinstance(texts, str | Path):
         texts = validation_texts(texts)
     if not isinstance(texts, Mapping):
@@ -328,7 +331,6 @@ def profile_pair(
     write_file(out / REPORT_NAME, json.dumps(report, indent=1).encode())
     profile.save_pretrained(out)
     progress.enter("end")
-    write_file(out / TIMES_NAME, json.dumps(progress.seconds, indent=1).encode())
     return profile
 
 
