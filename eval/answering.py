@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import dustin_hf
 from dustin_hf._compat import CACHE_ARG
 from dustin_hf.config import DustinConfig
-from dustin_hf.eval.baselines import BASELINES, registered_baselines
+from dustin_hf.eval.baselines import BASELINES, QuestPolicy, SnapKVPolicy, registered_baselines
 from dustin_hf.eval.longbench.decoding import decode_answer
 from dustin_hf.eval.run_folder import RunFolder
 from dustin_hf.profile import DustinProfile
@@ -20,6 +20,10 @@ from dustin_hf.testing import left_pad
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+# Baselines that need more than the smallest budget: made once for the error, before models are loaded.
+DEMANDING = {"quest": QuestPolicy, "snapkv": SnapKVPolicy}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +46,8 @@ class Method:
             raise ValueError(f"a budget goes with every method but 'full', got {self.budget} for {self.mode!r}")
         if self.budget is not None:
             DustinConfig(budget=self.budget)
+            if self.mode in DEMANDING:
+                DEMANDING[self.mode](self.budget)
 
     @property
     def name(self) -> str:

@@ -123,6 +123,7 @@ def test_what_is_refused_and_what_stays(pair, samples, tokenizer, tmp_path):  # 
         ("full", 64, "a budget goes with every method but 'full', got 64"),
         ("hybrid", None, "got None for 'hybrid'"),
         ("hybrid", 12, "`budget` must be at least"),
+        ("snapkv", 32, "above the 32 tokens that observe for SnapKV, got 32"),
     ):
         with pytest.raises(ValueError, match=message):
             Method(mode, budget)
