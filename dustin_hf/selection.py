@@ -174,11 +174,13 @@ class LayeredPolicy(SelectionPolicy):
 
     def select(self, signals: Signals) -> Selection:
         lengths, ones = signals.lengths, torch.ones_like(signals.lengths)
-        found = []
+        found, known = [], dict[tuple, torch.Tensor]()
         for part in self.parts:
             assert part.target_scorer is not None
-            by_target = part.target_scorer(signals.target_queries, signals.target_cache, lengths, ones)
-            by_draft = signals.draft_scores
+            heads = tuple(part.target_heads.items())
+            if heads not in known:  # groups often share the layer that knows best
+                known[heads] = part.target_scorer(signals.target_queries, signals.target_cache, lengths, ones)
+            by_target, by_draft = known[heads], signals.draft_scores
             if by_draft is not None and part.draft_scorer not in (None, self.draft_scorer):
                 assert part.draft_scorer is not None
                 by_draft = part.draft_scorer(signals.draft_queries, signals.draft_cache, lengths, signals.draft_counts)
@@ -233,8 +235,9 @@ def build_policy(context: PolicyContext) -> SelectionPolicy:
 
 
 def _hybrid(share: float | None) -> PolicyFactory:
-    def build(context: PolicyContext, found: DustinProfile | LayerGroup, *scorers: HeadScorer) -> HybridPolicy:
-        config = context.config
+    def build(
+        config: DustinConfig, found: DustinProfile | LayerGroup, target: HeadScorer, draft: HeadScorer
+    ) -> HybridPolicy:
         part = share
         if part is None:
             part = config.draft_share if config.draft_share is not None else found.share_for(config.budget)
@@ -243,22 +246,16 @@ def _hybrid(share: float | None) -> PolicyFactory:
             sinks=config.sinks,
             window=config.window,
             m=round(part * config.budget),
-            target=scorers[0],
-            draft=scorers[1] if part > 0 else None,
+            target=target,
+            draft=draft if part > 0 else None,
         )
 
     def factory(context: PolicyContext) -> SelectionPolicy:
-        own, groups = (context.target_scorer, context.draft_scorer), context.profile.layer_groups
+        config, groups = context.config, context.profile.layer_groups
+        target, draft = context.target_scorer, context.draft_scorer
         if not groups:
-            return build(context, context.profile, *own)
-        parts = [
-            build(
-                context,
-                group,
-                *(scorer.of(heads) for scorer, heads in zip(own, (group.target_heads, group.draft_heads))),
-            )
-            for group in groups
-        ]
+            return build(config, context.profile, target, draft)
+        parts = [build(config, group, target.of(group.target_heads), draft.of(group.draft_heads)) for group in groups]
         return LayeredPolicy([group.first_layer for group in groups], parts, context.target_config.num_hidden_layers)
 
     return factory

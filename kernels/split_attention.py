@@ -204,23 +204,7 @@ def sparse_attention_kernel(
     own_v = _rows_of(v_base, start + own, s_vt, mine, D, BD, True)
 
     b_m, b_l, b_o = _attend_chosen(
-        b_q,
-        p_row,
-        k_base,
-        v_base,
-        s_kt,
-        s_vt,
-        i_s,
-        n_chosen,
-        scale_log2,
-        D,
-        BM,
-        BN,
-        BD,
-        BK,
-        SPLITS,
-        ALL,
-        PRECISION,
+        b_q, p_row, k_base, v_base, s_kt, s_vt, i_s, n_chosen, scale_log2, D, BM, BN, BD, BK, SPLITS, ALL, PRECISION
     )
     seen = mine[None, :] & (own[None, :] <= token[:, None])
     b_m, b_l, b_o = _attend(b_q, own_k, own_v, seen, b_m, b_l, b_o, scale_log2, True, PRECISION)

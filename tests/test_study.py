@@ -115,9 +115,8 @@ def test_a_study_with_comparisons(study_pair, tokenizer, tmp_path):
     assert all(0 < row["24"]["hybrid"] <= row["24"]["oracle"] for row in report["prices"]["heads"].values())
     for name in ("target", "draft"):
         found = report["stability"][name]
-        assert found["all"] == {
-            key: 1.0 for key in ("seed", "count", "length 400", "haystacks")
-        }  # all heads of a layer
+        # all heads of a layer
+        assert found["all"] == dict.fromkeys(("seed", "count", "length 400", "haystacks"), 1.0)
         assert found["profile"] == found["all"]
     times = json.loads((tmp_path / "times.json").read_text())
     assert {"target heads", "traces", "split of budget 24"} <= set(times) and all(x >= 0 for x in times.values())
@@ -142,6 +141,7 @@ def test_a_study_with_layer_groups(study_pair, tokenizer, tmp_path):
     assert DustinProfile.from_pretrained(tmp_path) == profile
     with pytest.raises(ValueError, match="`layer_groups` must be between 1 and the 3 layers of the target, got 4"):
         run(study_pair, tokenizer, tmp_path / "more", texts=texts, budgets=(24,), trials=3, layer_groups=4)
+    assert not (tmp_path / "more").exists()  # before anything is recorded
 
 
 def test_a_finished_study_is_not_made_again(whole, study_pair, tokenizer, monkeypatch):

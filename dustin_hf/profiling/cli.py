@@ -292,7 +292,7 @@ def _report(result: Mapping[str, Any]) -> None:
     console = Console()
     console.print(table)
     for over, found in result["pearson"].items():
-        if found["arr"] is not None:
+        if found.get("arr") is not None:
             console.print(f"Pearson correlation of KL and ARR over {over}: {found['arr']:.3f}")
 
 

@@ -73,14 +73,8 @@ def search_groups(
     device: torch.device | str = "cpu",
     progress: Progress | None = None,
 ) -> list[tuple[list[int], SearchResult]]:
-    """Algorithm 1 for each of `count` equal parts of the target's depth: its layers, and what recovers them best.
-
-    Raises:
-        ValueError: if the target has fewer layers.
-    """
+    """Algorithm 1 for each of `count` equal parts of the target's depth: its layers, and what recovers them best."""
     depth = depth_of(traces)
-    if not 1 <= count <= depth:
-        raise ValueError(f"`layer_groups` must be between 1 and the {depth} layers of the target, got {count}")
     bounds = [round(i * depth / count) for i in range(count + 1)]
     found = []
     for first, end in zip(bounds, bounds[1:]):

@@ -199,8 +199,8 @@ def profile_pair(
 
     Every fourth text, from the second on, is held out of the search. `out` keeps the results of all phases: called
     again with the same arguments, after an interruption at any point, it goes on there and ends in the same profile.
-    It gets `dustin_profile.json` with its card, `report.json`, and in `times.json` the seconds of each
-    phase of the last call.
+    It gets `dustin_profile.json` with its card, `report.json`, and in `times.json` the seconds of each phase of the
+    last call.
 
     Args:
         target: the target.
@@ -237,6 +237,9 @@ def profile_pair(
     lengths = {f"text {name!r}": len(ids) for name, ids in prompts.items()}
     check_lengths(target, draft, lengths, settings.new_tokens, max(settings.deltas) + 1)
     configs = [model.config.get_text_config(decoder=True) for model in (target, draft)]
+    depth, groups = configs[0].num_hidden_layers, settings.layer_groups
+    if not 1 <= groups <= depth:
+        raise ValueError(f"`layer_groups` must be between 1 and the {depth} layers of the target, got {groups}")
     default = DustinProfile.default(*configs)
 
     out.mkdir(parents=True, exist_ok=True)
@@ -271,11 +274,11 @@ def profile_pair(
     tables = policy_tables(
         objective, result.target, result.draft, result.splits, (stated[0], stated[1], default.draft_share)
     )
-    parts: list[tuple[list[int], SearchResult]] = []
-    by_groups: dict[str, dict[str, float]] = {}
-    if settings.layer_groups > 1:
+    parts, by_groups = list[tuple[list[int], SearchResult]](), dict[str, dict[str, float]]()
+    if groups > 1:
+        # in the folder of the comparisons, which search some of the same groups
         places = traces, out / "prices", search_settings, searched
-        parts = search_groups(*places, settings.layer_groups, device, progress)
+        parts = search_groups(*places, groups, device, progress)
         by_groups = reached_by_groups(traces, search_settings, held_out, parts, device)
     metadata = {
         "target": fingerprint(target),

@@ -93,23 +93,7 @@ def _rope_sparse_attention_kernel(
     own_v = _biased(p_qkv, p_bias, own_at[:, None] + v_at, v_at, v_mask, BIAS).to(p_values.dtype.element_ty)
 
     b_m, b_l, b_o = _attend_chosen(
-        b_q,
-        p_row,
-        k_base,
-        v_base,
-        s_kt,
-        s_vt,
-        i_s,
-        n_chosen,
-        scale_log2,
-        D,
-        BM,
-        BN,
-        BD,
-        BK,
-        SPLITS,
-        ALL,
-        PRECISION,
+        b_q, p_row, k_base, v_base, s_kt, s_vt, i_s, n_chosen, scale_log2, D, BM, BN, BD, BK, SPLITS, ALL, PRECISION
     )
     stored = v_mask & ((own_slots >= 0) & (own_slots < n_slots))[:, None]
     tl.store(k_base + own_slots[:, None] * s_kt + dims[None, :], own_k, mask=stored)
