@@ -112,7 +112,7 @@ def test_stop_texts_look_at_new_text_of_each_row():
 def test_the_command_says_what_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     monkeypatch.delitem(sys.modules, "dustin_hf.eval.harness.model", raising=False)
-    with pytest.raises(SystemExit, match=r"needs lm_eval.*: pip install 'dustin_hf\[lm_eval\]'"):
+    with pytest.raises(SystemExit, match=r"needs lm_eval.*: pip install 'dustin_hf\[lm-eval\]'"):
         command.main()
 
 

@@ -79,6 +79,16 @@ def test_file_sizes():
         assert len(path.read_text().splitlines()) <= limit, path
 
 
+def test_extras_that_texts_name_exist():
+    """Also by their normal form: pip before 23.3 does not find `lm_eval` where the metadata has `lm-eval`."""
+    given = re.search(r"\[project.optional-dependencies\]\n(.*?)\n\n", (ROOT / "pyproject.toml").read_text(), re.S)
+    extras = set(re.findall(r"^([\w-]+) = \[", given.group(1), re.M))
+    folders = [ROOT / name for name in ("dustin_hf", "eval", "kernels", "model_patches", "examples")]
+    texts = [ROOT / "README.md", *(path for folder in folders for path in folder.rglob("*.py"))]
+    named = set(re.findall(r"(?:dustin_hf|'\.)\[([\w-]+)\]", "\n".join(path.read_text() for path in texts)))
+    assert {"lm-eval", "search"} <= named <= extras and not any("_" in name for name in extras)
+
+
 @pytest.mark.wheel
 def test_wheel_holds_the_tree(tmp_path):
     # a copy: an old build folder in the checkout would leak into the wheel

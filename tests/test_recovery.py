@@ -9,6 +9,7 @@ import torch
 from helpers import heads, plain
 
 from dustin_hf.profiling import traces as traces_module
+from dustin_hf.profiling.progress import ProgressBars
 from dustin_hf.profiling.recovery import (
     SCALE,
     Objective,
@@ -20,7 +21,7 @@ from dustin_hf.profiling.recovery import (
     streaming_set,
     windowed_arr,
 )
-from dustin_hf.profiling.study import ProgressBars, validation_texts
+from dustin_hf.profiling.study import validation_texts
 from dustin_hf.profiling.traces import TraceSet, TraceSettings, as_candidates, record, size_estimate
 from dustin_hf.testing import random_prompts, tiny_model
 

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import platform
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
@@ -15,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.utils import logging
-from transformers.utils.logging import tqdm
 
 import dustin_hf
 from dustin_hf.forward import input_device
 from dustin_hf.profile import DustinProfile, LayerGroup, config_hash
 from dustin_hf.profiling.prices import prices, reached_by_groups, search_groups
+from dustin_hf.profiling.progress import ProgressBars, Timed
 from dustin_hf.profiling.recovery import Objective, policy_tables
 from dustin_hf.profiling.search import SearchResult, SearchSettings, search
 from dustin_hf.profiling.stability import Needles, stability
@@ -122,41 +121,6 @@ class StudySettings:
             target=tuple(range(target)),
             draft=tuple(range(draft)),
         )
-
-
-class Timed:
-    """Passes progress on, and keeps the seconds that each phase took in a file."""
-
-    def __init__(self, progress: Progress, path: Path):
-        self.progress, self.path, self.seconds = progress, path, dict[str, float]()
-        self.phase, self.since = "start", time.perf_counter()
-
-    def __call__(self, phase: str, done: int, total: int) -> None:
-        self.enter(phase)
-        self.progress(phase, done, total)
-
-    def enter(self, phase: str) -> None:
-        """From here on time goes to that phase."""
-        if phase != self.phase:
-            now = time.perf_counter()
-            self.seconds[self.phase] = round(self.seconds.get(self.phase, 0.0) + now - self.since, 3)
-            self.phase, self.since = phase, now
-            write_file(self.path, json.dumps(self.seconds, indent=1).encode())
-
-
-class ProgressBars:
-    """A progress bar for each phase."""
-
-    def __init__(self) -> None:
-        self.phase = ""
-        self.bar: Any = None
-
-    def __call__(self, phase: str, done: int, total: int) -> None:
-        if phase != self.phase:
-            if self.bar is not None:
-                self.bar.close()
-            self.phase, self.bar = phase, tqdm(total=total, desc=phase)
-        self.bar.update(done - self.bar.n)
 
 
 def validation_texts(source: str | Path | None = None, limit: int | None = None) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """Generation tasks of lm-evaluation-harness (`lm_eval`) answered through Dustin.
 
 ```bash
-pip install 'dustin_hf[lm_eval]'
+pip install 'dustin_hf[lm-eval]'
 python -m dustin_hf.eval.harness --model dustin --model_args pretrained=TARGET,draft=DRAFT,budget=512 \
     --tasks gsm8k --batch_size 8 --device cuda
 ```

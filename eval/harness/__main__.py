@@ -10,7 +10,7 @@ def main() -> None:
 
         import dustin_hf.eval.harness.model  # noqa: F401  # registers the name
     except ModuleNotFoundError as error:
-        sys.exit(f"this needs {error.name}: pip install 'dustin_hf[lm_eval]'")
+        sys.exit(f"this needs {error.name}: pip install 'dustin_hf[lm-eval]'")
     cli_evaluate()
 
 
