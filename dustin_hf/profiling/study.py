@@ -289,14 +289,13 @@ def profile_pair(
         "profile": profile.to_dict(),
     }
     if settings.compare:
-        profile.save_pretrained(out)  # there is more to wait for, but not for this
+        _keep(out, profile, report)  # there is more to wait for, but not for these
         report["prices"] = prices(traces, out / "prices", search_settings, searched, held_out, device, progress)
         report["stability"] = {
             name: stability(needles[name], list(heads), partial(progress, f"stability of {name} heads"))
             for name, heads in (("target", profile.target_heads), ("draft", profile.draft_heads))
         }
-    write_file(out / REPORT_NAME, json.dumps(report, indent=1).encode())
-    profile.save_pretrained(out)
+    _keep(out, profile, report)
     progress.enter("end")
     return profile
 
@@ -348,6 +347,11 @@ def _group(first_layer: int, found: SearchResult, traces: TraceSettings) -> Laye
         shares[max(shares)],
         shares,
     )
+
+
+def _keep(out: Path, profile: DustinProfile, report: Mapping[str, Any]) -> None:
+    write_file(out / REPORT_NAME, json.dumps(report, indent=1).encode())
+    profile.save_pretrained(out)
 
 
 def _column(tables: Mapping[str, Mapping[str, Any]], name: str) -> dict[str, dict[str, float]]:
