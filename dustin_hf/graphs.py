@@ -41,12 +41,9 @@ class StepGraph:
             if proposer.cache is not parts.cache:
                 self.kept_alive += (proposer.cache.layers,)
         self.device = state.sequences.device
-        self.graph = torch.cuda.CUDAGraph()
         self.clock = Clock(self.device, captured=True)
-        with torch.cuda.device(self.device):
-            torch.cuda.synchronize()
-            with torch.cuda.graph(self.graph, pool=pool.memory(self.device)):
-                self.report = speculative_step(parts, self.state, gamma, None, self.clock)
+        with pool.captured(self.device) as self.graph:
+            self.report = speculative_step(parts, self.state, gamma, None, self.clock)
 
     def load(self, state: DecodeState) -> None:
         """Start from where a call stands."""
@@ -146,11 +143,9 @@ class CapturedForward:
         indices = None if selection.indices is None else selection.indices.to(device, copy=True)
         start = attention.start.to(device, copy=True)
         own = BlockAttention(start, replace(selection, indices=indices), attention.heads)
-        own_ids, graph = ids.to(device, copy=True), torch.cuda.CUDAGraph()
-        with torch.cuda.device(device):
-            torch.cuda.synchronize()
-            with torch.cuda.graph(graph, pool=self.pool.memory(device)):
-                logits = self.forward(cache, own_ids, own, logits_to_keep)
+        own_ids = ids.to(device, copy=True)
+        with self.pool.captured(device) as graph:
+            logits = self.forward(cache, own_ids, own, logits_to_keep)
         return graph, own_ids, own, logits
 
 

@@ -2,6 +2,8 @@
 
 import threading
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +28,7 @@ class Pool:
         self._forwards: weakref.WeakKeyDictionary[PreTrainedModel, FusedForward] = weakref.WeakKeyDictionary()
         self._open = True
         self.replaying = threading.RLock()
-        self._memory: dict[torch.device, Any] = {}
+        self._captured: dict[torch.device, tuple[Any, weakref.WeakSet[torch.cuda.CUDAGraph]]] = {}
 
     def cache(self, model: "PreTrainedModel", batch: int, capacity: int, device: torch.device) -> DustinCache:
         """An empty cache for rows of `capacity` tokens of a model."""
@@ -68,12 +70,19 @@ class Pool:
             self._forwards[model].prepare(positions)
         return self._forwards[model]
 
-    def memory(self, device: torch.device) -> Any:
-        """The memory pool that all graphs of a device share: no two of them run at the same time."""
-        if device not in self._memory:
-            with torch.cuda.device(device):
-                self._memory[device] = torch.cuda.graph_pool_handle()
-        return self._memory[device]
+    @contextmanager
+    def captured(self, device: torch.device) -> Iterator[torch.cuda.CUDAGraph]:
+        """A graph of what runs inside. All of a device share memory, as no two of them replay at the same time."""
+        with torch.cuda.device(device):
+            memory, graphs = self._captured.get(device, (None, weakref.WeakSet()))
+            alive = list(graphs)  # and kept so: torch takes up no memory again that has lost its last graph
+            if not alive:
+                memory = torch.cuda.graph_pool_handle()
+                self._captured[device] = memory, graphs
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=memory):
+                yield graph
+            graphs.add(graph)
 
     def close(self) -> None:
         """Release everything; caches that the user holds stay what they are, without captured steps."""

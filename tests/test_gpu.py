@@ -167,6 +167,19 @@ def test_memory_is_released_with_the_handle(pair):
     assert allocated() == before
 
 
+def test_captured_again_after_room_was_made(pair):
+    """A later call is captured too where the graphs of earlier ones had to go."""
+    target, draft = on(pair.target, "cuda"), on(pair.M, "cuda")
+    with dustin_hf.enable(target):
+        for new in (20, 200, 20):
+            rows, out = run(target, draft, "cuda", max_new_tokens=new, cache_config={"backend": "graph"})
+            assert (out.stats.backend, out.stats.backend_reason) == ("graph", "one CUDA graph a step")
+            assert "capture" in out.stats.seconds
+            del out
+            gc.collect()
+            target._dustin_pool.make_room()
+
+
 @two
 def test_graph_on_a_device_that_is_not_current(pair):
     target, draft = on(pair.target, "cuda:1"), on(pair.M, "cuda:1")
