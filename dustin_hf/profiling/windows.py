@@ -32,9 +32,10 @@ def trace_samples(
         and `history [deltas, W, C, T]` and `lookahead [W, C, T]` (float16 means times `SCALE`), `new_mass [W, layers]`.
     """
     with enable(target):
-        new = greedy_continuations(target, prompts, settings.new_tokens)
+        new, cache = greedy_continuations(target, prompts, settings.new_tokens, settings.step)
         rows = _Rows([[*ids, *more] for ids, more in zip(prompts, new)], [len(ids) for ids in prompts], settings)
-        found = _target_windows(target, rows, settings)
+        found = _target_windows(target, cache, rows, settings)
+        del cache  # before the draft has one
     with enable(draft):
         for sample, lookahead in zip(found, _draft_windows(draft, rows, settings)):
             sample["lookahead"] = lookahead
@@ -67,14 +68,14 @@ class _Rows:
 
 
 def greedy_continuations(
-    model: "PreTrainedModel", prompts: Sequence[Sequence[int]], new_tokens: int
-) -> list[list[int]]:
+    model: "PreTrainedModel", prompts: Sequence[Sequence[int]], new_tokens: int, spare: int = 0
+) -> tuple[list[list[int]], DustinCache]:
     """Up to `new_tokens` tokens of the model's own choice for each prompt, the one that ends a text included.
 
-    The model must be enabled.
+    The model must be enabled. Its cache comes back too, with room for `spare` tokens more.
     """
     lengths = [len(ids) for ids in prompts]
-    cache = _prefilled(model, prompts, [length - 1 for length in lengths], max(lengths) + new_tokens)
+    cache = _prefilled(model, prompts, [length - 1 for length in lengths], max(lengths) + new_tokens + spare)
     ends = getattr(model.generation_config, "eos_token_id", None)
     stops = set(ends if isinstance(ends, list) else [ends])
     found: list[list[int]] = [[] for _ in prompts]
@@ -87,11 +88,13 @@ def greedy_continuations(
                 tokens.append(token)
         if all(tokens[-1] in stops for tokens in found):
             break
-    return found
+    return found, cache
 
 
-def _target_windows(model: "PreTrainedModel", rows: _Rows, settings: "TraceSettings") -> list[dict[str, torch.Tensor]]:
-    """Truth, new mass and histories of each row's windows."""
+def _target_windows(
+    model: "PreTrainedModel", cache: DustinCache, rows: _Rows, settings: "TraceSettings"
+) -> list[dict[str, torch.Tensor]]:
+    """Truth, new mass and histories of each row's windows; the cache holds the prompts, and goes over the rest anew."""
     config = model.config.get_text_config(decoder=True)
     heads, scale, size = all_heads(model), family_of(config).scale(config), config.vocab_size
     tail, window = max(settings.deltas), settings.window
@@ -103,7 +106,7 @@ def _target_windows(model: "PreTrainedModel", rows: _Rows, settings: "TraceSetti
         }
         for starts, width in zip(rows.starts, rows.widths)
     ]
-    cache = _prefilled(model, rows.tokens, [length - tail for length in rows.prompts], rows.capacity)
+    cache.lengths = torch.tensor(rows.prompts, device=cache.lengths.device) - tail
     recent = _block(model, cache, rows.cut(-tail, tail, size), heads)[1]
     for i in range(rows.windows):
         here = [b for b, starts in enumerate(rows.starts) if i < len(starts)]
