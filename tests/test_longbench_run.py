@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from dataclasses import asdict, replace
 from importlib.util import find_spec
 
@@ -129,6 +130,14 @@ def test_what_is_refused_and_what_stays(pair, samples, tokenizer, tmp_path):  # 
             Method(mode, budget)
 
 
+@pytest.mark.parametrize("library, task", [("rouge", "samsum"), ("rouge", "vcsum"), ("jieba", "multifieldqa_zh")])
+def test_a_missing_library_is_named_before_any_answer(pair, tokenizer, tmp_path, monkeypatch, library, task):  # noqa: F811
+    monkeypatch.setitem(sys.modules, library, None)
+    with pytest.raises(ModuleNotFoundError, match=rf"need {library}: pip install 'dustin_hf\[eval\]'"):
+        run_longbench(*pair, tokenizer, {task: [sample_of(task)]}, METHODS[:1], tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 def test_the_command(pair, samples, tokenizer, tmp_path, monkeypatch):  # noqa: F811
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     for model, name in zip(pair, ("target", "draft")):
@@ -166,6 +175,10 @@ def test_the_command(pair, samples, tokenizer, tmp_path, monkeypatch):  # noqa: 
     ):
         result = invoke(*more)
         assert result.exit_code == 1 and message in result.output, result.output
+    monkeypatch.setitem(sys.modules, "jieba", None)
+    (tmp_path / "data" / "vcsum.jsonl").write_text(json.dumps({**asdict(sample_of("vcsum")), "_id": "0"}) + "\n")
+    result = invoke("--task", "vcsum")
+    assert result.exit_code == 1 and "error: this needs jieba: pip install 'dustin_hf[eval]'" in result.output
     shutil.rmtree(tmp_path / "run")
 
 

@@ -11,7 +11,14 @@ if TYPE_CHECKING:
 # What `profile --quick` takes instead of the defaults: minutes with a small pair on a CPU, and a rough answer.
 QUICK = {"new_tokens": 32, "needle_lengths": (512,), "trials": 10, "max_context": 2048}
 QUICK_TEXTS = 4
-EXTRAS = {"matplotlib": "eval", "optuna": "search", "datasets": "search", "rich": "bench"}
+EXTRAS = {
+    "matplotlib": "eval",
+    "rouge": "eval",
+    "jieba": "eval",
+    "optuna": "search",
+    "datasets": "search",
+    "rich": "bench",
+}
 
 
 def add_commands(commands: "Typer") -> None:

@@ -55,10 +55,13 @@ def add_commands(commands: "Typer") -> None:
             from dustin_hf.eval.efficiency.cli import command_line
             from dustin_hf.eval.efficiency.texts import load_pair
             from dustin_hf.eval.longbench import load_samples
+            from dustin_hf.eval.longbench.metrics import check_libraries
             from dustin_hf.eval.longbench.run import run_longbench
 
             methods = methods_of(method or ["full", "hybrid"], budget or [512])
-            samples = load_samples(tasks_of(task or ["en"]), data, limit)  # before models are loaded
+            # before models are loaded
+            samples = load_samples(tasks_of(task or ["en"]), data, limit)
+            check_libraries(samples)
             loaded = None if profile is None else read_profile(profile)
             models = load_pair(target, draft, the_device(device))
             with bars() as progress:

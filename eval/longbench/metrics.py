@@ -3,7 +3,7 @@
 import re
 import string
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from functools import cache, partial
@@ -203,6 +203,19 @@ _METRICS: dict[Metric, Callable[..., float]] = {
     "count": _count,
     "code_similarity": _code_similarity,
 }
+
+_LIBRARIES: dict[Metric, tuple[str, ...]] = {
+    "qa_f1_zh": ("jieba",),
+    "rouge": ("rouge",),
+    "rouge_zh": ("rouge", "jieba"),
+}
+
+
+def check_libraries(datasets: Iterable[str]) -> None:
+    """Raise `ModuleNotFoundError` before any answer, if scores of these tasks need a library that is missing."""
+    for dataset in datasets:
+        for name in _LIBRARIES.get(task_of(dataset).metric, ()):
+            _library(name)
 
 
 def _cut(text: str) -> list[str]:

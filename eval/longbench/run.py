@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from dustin_hf.eval.answering import Group, Method, Question, Settings, answer
 from dustin_hf.eval.longbench.data import Sample
 from dustin_hf.eval.longbench.decoding import end_ids, generate_arguments
-from dustin_hf.eval.longbench.metrics import averages, score_sample
+from dustin_hf.eval.longbench.metrics import averages, check_libraries, score_sample
 from dustin_hf.eval.longbench.prompts import encode_prompt
 from dustin_hf.eval.longbench.tasks import task_of
 from dustin_hf.eval.run_folder import RunFolder
@@ -58,7 +58,9 @@ def run_longbench(
 
     Raises:
         ValueError: on prompts that do not fit, a folder of another run, or a file in it that cannot be read.
+        ModuleNotFoundError: if rouge or jieba is needed and missing.
     """
+    check_libraries(samples)
     positions = min(model.config.get_text_config(decoder=True).max_position_embeddings for model in (target, draft))
     limit = positions - RESERVED if max_length is None else max_length
     own: Any = target.generation_config
