@@ -75,10 +75,20 @@ def fidelity():
     return {**found, "definition": "Defined.", "settings": settings, "contexts": contexts, "pearson": pearson}
 
 
+PRICES = ((0.7, 0.75), (0.72, 0.77))
+
+
 def study():
-    metadata = {"target": {"id": "/data/models/Big-7B"}, "draft": {"id": "org/small"}, "date": "2030-01-02T03:04:05"}
+    metadata = {"target": {"id": "/data/models/Big-7B"}, "draft": {"id": "org/small"}}
     metadata["versions"] = {"torch": "2.11.0", "optuna": "4.0"}
     about = {"definition": "Defined.", "settings": {"gamma": 4, "sinks": 4, "window": 16}, "held_out": ["b"]}
+    about["conditions"] = {**CONDITIONS, "command": "dustin-hf profile --out study"}
+    one, four = ({k: {"hybrid": x, "oracle": x + 0.1} for k, x in zip(("128", "512"), row)} for row in PRICES)
+    about["prices"] = {"heads": {"1 + 4": one}, "groups": {"1": one, "4": four}}
+    about["stability"] = {
+        "target": {"all": {"seed": 0.9}, "profile": {"seed": 0.75}},
+        "draft": {"all": {"seed": 0.8}, "profile": {"seed": 1.0}},
+    }
     return {**made_up_report(), **about, "searched": ["a", "c"], "profile": {**PROFILE, "metadata": metadata}}
 
 
@@ -244,7 +254,18 @@ def test_a_mixed_report(tmp_path):
         ["hybrid", "0.6280", "0.5280", "1.0120", "0.9120"],
     ]
     assert "3 contexts of 200 to 300 tokens, 8 new tokens" in text and "1 of 3 texts held out" in text
-    assert "Versions: torch 2.11.0, optuna 4.0. Date: 2030-01-02." in text
+    assert tables["prices-big-7b"] == [
+        ["Sets", "hybrid, k = 128", "oracle, k = 128", "hybrid, k = 512", "oracle, k = 512"],
+        ["1 + 4 heads", "0.7000", "0.8000", "0.7500", "0.8500"],
+        ["4 layer groups", "0.7200", "0.8200", "0.7700", "0.8700"],
+    ]
+    assert tables["stability-big-7b"] == [
+        ["Samples", "target, all", "target, profile", "draft, all", "draft, profile"],
+        ["seed", "0.900", "0.750", "0.800", "1.000"],
+    ]
+    assert (
+        "torch 2.11.0, transformers 5.17.0, optuna 4.0" in text and "Command: `dustin-hf profile --out study`" in text
+    )
     check_figures(out, text)
     names = {path.relative_to(out / "figures").as_posix() for path in out.rglob("*.png")}
     assert {"fig1-step-big-7b-simulated.png", "fig7-fig10-attention-big-72b.png", "fig8-estimation-big-7b.png"} <= names

@@ -99,8 +99,12 @@ def test_a_study_goes_on_where_it_was_interrupted(whole, study_pair, tokenizer, 
             run(study_pair, tokenizer, tmp_path, interrupt)
         assert not (tmp_path / PROFILE_NAME).exists()
     assert run(study_pair, tokenizer, tmp_path) == whole.profile
-    for name in (PROFILE_NAME, CARD_NAME, "report.json"):
+    for name in (PROFILE_NAME, CARD_NAME):
         assert (tmp_path / name).read_bytes() == (whole.out / name).read_bytes()
+    report, expected = (json.loads((folder / "report.json").read_text()) for folder in (tmp_path, whole.out))
+    assert report.pop("conditions") == json.loads((tmp_path / "study.json").read_text())["conditions"]
+    assert expected.pop("conditions")["command"] == ""
+    assert report == expected
 
 
 def test_a_study_with_comparisons(study_pair, tokenizer, tmp_path):

@@ -70,6 +70,7 @@ def add_commands(commands: "Typer") -> None:
     ) -> None:
         """Find which heads of a pair estimate attention, and how to split the budget: a profile, and a report."""
         with one_line_errors():
+            from dustin_hf.eval.efficiency.cli import command_line
             from dustin_hf.eval.efficiency.texts import load_pair
             from dustin_hf.profiling.plots import plot_study
             from dustin_hf.profiling.study import profile_pair, validation_texts
@@ -93,6 +94,7 @@ def add_commands(commands: "Typer") -> None:
                     out,
                     budgets=budget or (128, 256, 512),
                     gamma=gamma,
+                    command=command_line(),
                     progress=progress,
                     **options,
                 )

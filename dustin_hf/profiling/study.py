@@ -5,7 +5,6 @@ import json
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from datetime import datetime, timezone
 from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -16,6 +15,7 @@ import torch
 from transformers.utils import logging
 
 import dustin_hf
+from dustin_hf.eval.efficiency.record import conditions
 from dustin_hf.forward import input_device
 from dustin_hf.profile import DustinProfile, LayerGroup, config_hash
 from dustin_hf.profiling.prices import prices, reached_by_groups, search_groups
@@ -156,6 +156,7 @@ def profile_pair(
     out: str | Path,
     budgets: Sequence[int] = (128, 256, 512),
     gamma: int = 4,
+    command: str = "",
     progress: Progress | None = None,
     **options: Any,
 ) -> DustinProfile:
@@ -174,6 +175,7 @@ def profile_pair(
         out: folder of the study, made if absent.
         budgets: k; each gets an m of its own.
         gamma: drafted tokens per step.
+        command: for the record.
         progress: called with the phase, and how much of it is done. Default: progress bars.
         options: fields of `StudySettings`; `batch_size` is 8 by default on CUDA.
 
@@ -207,7 +209,7 @@ def profile_pair(
     default = DustinProfile.default(*configs)
 
     out.mkdir(parents=True, exist_ok=True)
-    date = _begin(out, settings, prompts, target, draft)
+    began = _begin(out, command, settings, prompts, target, draft)
     needles = {
         name: settings.needles(model, tokenizer, texts, out / f"{name}_heads.safetensors")
         for name, model in (("target", target), ("draft", draft))
@@ -261,7 +263,7 @@ def profile_pair(
             **{name: asdict(settings)[name] for name in ("new_tokens", "needle_lengths", "sinks", "window", "seed")},
         },
         "versions": _versions(),
-        "date": date,
+        "date": began["date"].partition("T")[0],
     }
     everywhere = _group(0, result, trace_settings)
     profile = DustinProfile(
@@ -277,6 +279,7 @@ def profile_pair(
     )
     report: dict[str, Any] = {
         "definition": DEFINITION,
+        "conditions": began,
         "settings": asdict(settings),
         "searched": [list(prompts)[i] for i in searched],
         "held_out": [list(prompts)[i] for i in held_out],
@@ -318,8 +321,10 @@ def without_middle(ids: list[int], limit: int) -> list[int]:
     return ids if len(ids) <= limit else ids[: limit - limit // 2] + ids[len(ids) - limit // 2 :]
 
 
-def _begin(out: Path, settings: StudySettings, prompts: Mapping[str, list[int]], *models: "PreTrainedModel") -> str:
-    """The date on which this study began; refuses a folder of another one."""
+def _begin(
+    out: Path, command: str, settings: StudySettings, prompts: Mapping[str, list[int]], *models: "PreTrainedModel"
+) -> dict[str, Any]:
+    """The conditions under which this study began; refuses a folder of another one."""
     about = {
         "settings": json.loads(json.dumps(asdict(settings))),
         "texts": hashlib.sha256(json.dumps(list(prompts.items())).encode()).hexdigest()[:16],
@@ -331,10 +336,10 @@ def _begin(out: Path, settings: StudySettings, prompts: Mapping[str, list[int]],
         different = [name for name in about if held.get(name) != about[name]]
         if different:
             raise ValueError(f"{out} is the folder of a study with other {different}: use another, or remove it")
-        return held["date"]
-    date = datetime.now(timezone.utc).strftime("%Y-%m-%d")
-    write_file(path, json.dumps({**about, "date": date}, indent=1).encode())
-    return date
+    else:
+        held = {**about, "conditions": conditions(command)}
+        write_file(path, json.dumps(held, indent=1).encode())
+    return held["conditions"]
 
 
 def _group(first_layer: int, found: SearchResult, traces: TraceSettings) -> LayerGroup:

@@ -1,9 +1,10 @@
 """Fidelity runs and studies: agreement, KL and attention recovery by policy and budget, and the paper's table 4."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from typing import Any
 
-from dustin_hf.eval.report.captions import heads, measured, model_name, versions
+from dustin_hf.eval.report.captions import heads, measured, model_name
 from dustin_hf.eval.report.layout import Drawing, Section, Table, number, slug
 from dustin_hf.eval.report.sources import Source
 from dustin_hf.profiling.plots import plot_fidelity, plot_study
@@ -82,9 +83,38 @@ def _study(source: Source) -> Section:
     caption = "Recovery by budget and by layer (as the paper's figures 2 to 4), and the search. "
     drawing = Drawing(f"study-{slug(target)}", caption + about, partial(plot_study, source.path))
     held_out, texts = len(content["held_out"]), len(content["held_out"]) + len(content["searched"])
-    said = [f"Target {target}, draft {draft}; {held_out} of {texts} texts held out; gamma {settings['gamma']}"]
-    said.append(f"{settings['sinks']} sinks, window {settings['window']}; {heads(content['profile'])}.")
-    said.append(f"Versions: {versions(metadata.get('versions', {})) or 'not recorded'}.")
-    said.append(f"Date: {metadata['date'][:10]}." if metadata.get("date") else "")
-    conditions = f"{said[0]}, {' '.join(filter(None, said[1:]))} {measured([source], [None])}"
-    return Section(f"Attention recovery: {target} with {draft}", conditions, (rates,), (drawing,))
+    said = f"Target {target}, draft {draft}; {held_out} of {texts} texts held out; gamma {settings['gamma']}, "
+    said += f"{settings['sinks']} sinks, window {settings['window']}; {heads(content['profile'])}."
+    optuna = {"optuna": metadata.get("versions", {}).get("optuna")}
+    said = f"{said} {measured([source], [{**content['conditions'], **optuna}])}"
+    tables = (rates, *_comparisons(content, target, budgets))
+    return Section(f"Attention recovery: {target} with {draft}", said, tables, (drawing,))
+
+
+def _comparisons(content: Mapping[str, Any], target: str, budgets: Sequence[str]) -> Iterator[Table]:
+    """What `compare` has added to a study: prices, and how stable the heads are."""
+    if "prices" in content:
+        found = {f"{name} heads": row for name, row in content["prices"]["heads"].items()}
+        found |= {f"{name} layer groups": row for name, row in content["prices"]["groups"].items() if name != "1"}
+        header = (f"{name}, k = {k}" for k in budgets for name in ("hybrid", "oracle"))
+        yield Table(
+            f"prices-{slug(target)}",
+            f"Attention recovery rate by numbers of target + draft heads, and with sets for layer groups, {target}",
+            ("Sets", *header),
+            tuple(
+                (n, *(number(row[k][x], 4) for k in budgets for x in ("hybrid", "oracle"))) for n, row in found.items()
+            ),
+            "The oracle is the best set of each layer group.",
+        )
+    if "stability" in content:
+        found = content["stability"]
+        yield Table(
+            f"stability-{slug(target)}",
+            f"Overlap of the retrieval heads with those that other needle samples rank best, {target}",
+            ("Samples", *(f"{model}, {layers}" for model in found for layers in found[model])),
+            tuple(
+                (samples, *(number(row[samples], 3) for model in found.values() for row in model.values()))
+                for samples in found["target"]["all"]
+            ),
+            "Of the heads of all layers, and of those that the profile uses.",
+        )

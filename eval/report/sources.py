@@ -65,7 +65,7 @@ KINDS: dict[str, tuple[tuple[str, ...], Callable[[Mapping[str, Any]], list[Any]]
         ("mode", "budget", "agreement", "kl", "arr", "arr_committed", "contexts"),
     ),
     "study": (
-        ("definition", "settings", "held_out", "searched", "arr", "profile"),
+        ("conditions", "definition", "settings", "held_out", "searched", "arr", "profile"),
         lambda content: [row for table in content["arr"].values() for row in table.values()],
         ("arr", "arr_committed", "arr_per_layer"),
     ),
