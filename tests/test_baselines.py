@@ -41,22 +41,25 @@ def inputs(q_heads=4, kv_heads=2, new=3, dim=8, capacity=70):
     return q, keys, torch.tensor(LENGTHS)
 
 
-def test_quest_reads_the_pages_with_the_largest_bounds():
+def test_quest_reads_the_pages_with_the_largest_shares_of_bounds():
     q, keys, lengths = inputs()
-    policy, counts = QuestPolicy(35, page=8, dense_layers=2), torch.tensor([3, 1, 2, 3, 2])  # four pages
+    counts, scale = torch.tensor([3, 1, 2, 3, 2]), 0.3
+    policy = QuestPolicy(35, scale, page=8, dense_layers=2)  # four pages
     assert policy._choose(counts, 1, q, keys, lengths) is None
     chosen = policy._choose(counts, 2, q, keys, lengths)
     for row, length in enumerate(LENGTHS):
         for head in range(2):
-            bounds = {}
-            for page in range(math.ceil(length / 8)):
-                held = keys[row, head, page * 8 : min(page * 8 + 8, length)]
-                bounds[page] = max(
-                    sum(max(x * low, x * high) for x, low, high in zip(one, held.amin(0), held.amax(0)))
-                    for one in q[row, : counts[row], 2 * head : 2 * head + 2].flatten(0, 1)
-                )
-            last = max(bounds)
-            best = sorted(bounds, key=lambda page: (page != last, -bounds[page]))[:4]
+            pages = range(math.ceil(length / 8))
+            held = [keys[row, head, page * 8 : min(page * 8 + 8, length)] for page in pages]
+            shares = [0.0] * len(held)
+            for one in q[row, : counts[row], 2 * head : 2 * head + 2].flatten(0, 1):
+                bounds = [
+                    sum(max(x * low, x * high) for x, low, high in zip(one, part.amin(0), part.amax(0)))
+                    for part in held
+                ]
+                whole = sum(math.exp(scale * bound) for bound in bounds)
+                shares = [share + math.exp(scale * bound) / whole for share, bound in zip(shares, bounds)]
+            best = sorted(pages, key=lambda page: (page != pages[-1], -shares[page]))[:4]
             expected = [slot for page in sorted(best) for slot in range(page * 8, page * 8 + 8) if slot < length]
             assert [slot for slot in chosen[row, head].tolist() if slot >= 0] == expected
     with pytest.raises(ValueError, match="must hold a page of 16 slots for Quest, got 12"):

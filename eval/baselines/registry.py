@@ -32,7 +32,7 @@ def _snapkv(context: PolicyContext) -> SelectionPolicy:
 
 
 def _quest(context: PolicyContext) -> SelectionPolicy:
-    return QuestPolicy(context.config.budget)
+    return QuestPolicy(context.config.budget, context.target_scorer.scale)
 
 
 def _specattn(context: PolicyContext) -> SelectionPolicy:

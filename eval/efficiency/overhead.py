@@ -138,10 +138,9 @@ class _Estimators:
         point, layer = self.point, self.point.target
         q, page = _queries(point, layer, point.new, layer.shape.q_heads), 16
         limits = [page_limits(layer.kv(i)[0], point.lengths, page) for i in range(len(layer.keys))]
-        counts = point.rows(point.new)
 
         def call(i: int) -> object:
-            return bounds_of(q, *limits[i % len(limits)], counts).topk(point.budget // page, dim=-1)
+            return bounds_of(q, *limits[i % len(limits)]).amax(2).topk(point.budget // page, dim=-1)
 
         return self._time(call)
 
