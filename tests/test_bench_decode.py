@@ -8,13 +8,19 @@ import torch
 from typer.testing import CliRunner
 
 import dustin_hf
-from dustin_hf import cli
+from dustin_hf import DustinCache, cli
+from dustin_hf.acceptance import greedy_accept
+from dustin_hf.eval.baselines import SpecAttnPolicy, registered_baselines
 from dustin_hf.eval.efficiency import decode, real, real_arms, texts
-from dustin_hf.eval.efficiency.arms import ARMS
+from dustin_hf.eval.efficiency.arms import ARMS, build
 from dustin_hf.eval.efficiency.shapes import SHAPES, Shape
+from dustin_hf.model_patches.attention import block_attention
 from dustin_hf.pool import Pool
-from dustin_hf.prefill import held_prefixes
+from dustin_hf.prefill import held_prefixes, prefill
 from dustin_hf.profile import DustinProfile
+from dustin_hf.selection import FullPolicy, HybridPolicy
+from dustin_hf.stats import Clock
+from dustin_hf.step import REPORT, speculative_step
 from dustin_hf.testing import noisy_copy, tiny_model
 
 SOURCES = {"book": range(1000, 1410), "code": range(5000, 5300), "tiny": range(9000, 9040)}
@@ -207,7 +213,7 @@ def test_real_run(real_pair, ragged, capsys):
             assert "capture" not in row["phases_s"] and row["phases_s"]["verify"] > 0
     budgets = {row["arm"]: row["budget"] for row in result["rows"]}
     assert budgets == {"hf": None, "vanilla": None, "classic": None} | dict.fromkeys(
-        ("magicdec", "dustin", "dustin-streaming", "dustin-sparse"), 32
+        ("magicdec", "specattn", "dustin", "dustin-streaming", "dustin-sparse"), 32
     )
     lengths = [prompt["length"] for prompt in result["prompts"]]
     assert lengths == ([32, 48, 64, 48, 72, 96] if ragged else [64] * 3 + [96] * 3)
@@ -231,7 +237,7 @@ def test_real_arms_write_what_stock_writes(ragged, monkeypatch):
     prompts = [prompt.tokens for prompt in texts.cut_prompts(sources, texts.row_lengths(64, 3, ragged))]
     expected = real_arms.stock(target, prompts, 24).rows
     profile = DustinProfile.default(target.config, draft.config)
-    with dustin_hf.enable(target, profile=profile), torch.no_grad():
+    with dustin_hf.enable(target, profile=profile), registered_baselines(), torch.no_grad():
         point = real_arms.fill(target, draft, prompts, 24, 3)
         ids = point.inputs["input_ids"]
         pads, held = [64 - len(prompt) for prompt in prompts], [len(prompt) - 1 for prompt in prompts]
@@ -245,6 +251,23 @@ def test_real_arms_write_what_stock_writes(ragged, monkeypatch):
                 run = real_arms.speculate(target, draft, point, ARMS[name], 3, 200, 24)
             assert run.rows == expected and len(run.stamps) == max(map(len, run.committed))
             assert [sum(row) for row in run.committed] == [24] * 3
+
+
+@pytest.mark.parametrize("name", ARMS)
+def test_what_an_arm_reads(name):
+    models, prompts = (tiny_model("qwen2"), tiny_model("qwen2", seed=1)), torch.randint(3, 160, (2, 65))
+    profile = DustinProfile.default(*(model.config for model in models))
+    caches = tuple(DustinCache(model.config.num_hidden_layers, 2, 90, "cpu") for model in models)
+    with dustin_hf.enable(models[0]), block_attention(*models), torch.no_grad():
+        for model, cache in zip(models, caches):
+            prefill(model, cache, prompts, [0, 0], [0, 0])
+        arm = build(ARMS[name], *models, caches, [60, 40], profile, 3, 32, 8, greedy_accept)
+        for _ in range(2):  # the first step reads everything
+            report = speculative_step(arm.parts, arm.state, arm.gamma, None, Clock(torch.device("cpu")))
+    policies = {"full": FullPolicy, "hybrid": HybridPolicy, "specattn": SpecAttnPolicy}
+    assert type(arm.parts.policy) is policies[ARMS[name].mode]
+    read, full = (report[REPORT.index(field)].tolist() for field in ("read", "full"))
+    assert read == ([32 + 3 + 1] * 2 if ARMS[name].sparse else full)
 
 
 def forward_of_blocks(decoder):

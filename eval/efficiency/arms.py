@@ -1,6 +1,6 @@
 """The arms of `bench decode`: ways to decode the same rows, all through the engine that `generate` uses."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -8,12 +8,14 @@ from transformers import LogitsProcessorList, StoppingCriteriaList
 
 from dustin_hf.acceptance import Accept, greedy_accept
 from dustin_hf.cache import DustinCache
+from dustin_hf.config import DustinConfig
 from dustin_hf.drafting import ModelProposer, NoProposer, Proposer
+from dustin_hf.eval.baselines import registered_baselines
 from dustin_hf.forward import StockForward
 from dustin_hf.model_patches.families import family_of
 from dustin_hf.profile import DustinProfile, Heads
 from dustin_hf.scoring import HeadScorer
-from dustin_hf.selection import FullPolicy, HybridPolicy, SelectionPolicy
+from dustin_hf.selection import PolicyContext, build_policy
 from dustin_hf.step import DecodeState, StepParts
 from dustin_hf.stopping import Ending
 
@@ -27,22 +29,28 @@ SINKS, WINDOW = 4, 16
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """What verification reads, and what the draft reads (None: there is no draft)."""
+    """What verification reads, as `mode` of `cache_config`, and what the draft reads (None: there is no draft)."""
 
     name: str
-    sparse: bool
+    mode: str
     draft_cache: str | None
+
+    @property
+    def sparse(self) -> bool:
+        """Whether verification reads a budget of slots."""
+        return self.mode != "full"
 
 
 ARMS = {
     arm.name: arm
     for arm in (
-        Arm("vanilla", False, None),
-        Arm("classic", False, "full"),
-        Arm("magicdec", False, "streaming"),
-        Arm("dustin", True, "full"),
-        Arm("dustin-streaming", True, "streaming"),
-        Arm("dustin-sparse", True, "sparse"),
+        Arm("vanilla", "full", None),
+        Arm("classic", "full", "full"),
+        Arm("magicdec", "full", "streaming"),
+        Arm("specattn", "specattn", "full"),
+        Arm("dustin", "hybrid", "full"),
+        Arm("dustin-streaming", "hybrid", "streaming"),
+        Arm("dustin-sparse", "hybrid", "sparse"),
     )
 }
 
@@ -131,17 +139,15 @@ def build(
     """
     cache, draft_cache = caches
     device, batch = cache.lengths.device, len(lengths)
-    heads = {}
-    scorers = []
-    for model, chosen in ((target, profile.target_heads), (draft, profile.draft_heads)):
-        config = model.config.get_text_config(decoder=True)
-        family = family_of(config)
-        scorers.append(HeadScorer(chosen, family.group(config), family.scale(config)))
-    policy: SelectionPolicy = FullPolicy()
-    if arm.sparse:
-        m = round(profile.share_for(budget) * budget)
-        policy = HybridPolicy(k=budget, sinks=SINKS, window=WINDOW, m=m, target=scorers[0], draft=scorers[1])
-        heads = policy.draft_heads
+    configs = [model.config.get_text_config(decoder=True) for model in (target, draft)]
+    scorers = [
+        HeadScorer(heads, family_of(config).group(config), family_of(config).scale(config))
+        for config, heads in zip(configs, (profile.target_heads, profile.draft_heads))
+    ]
+    with registered_baselines():
+        options = DustinConfig(mode=arm.mode, sinks=SINKS, window=WINDOW)
+        options = replace(options, budget=budget) if arm.sparse else options
+        policy = build_policy(PolicyContext(options, profile, scorers[0], scorers[1], configs[0], configs[1]))
     # the text itself is not looked at: two columns stand for it
     limit = 2 + new_tokens
     proposer: Proposer = NoProposer(cache)
@@ -150,10 +156,10 @@ def build(
             StockForward(draft),
             draft_cache,
             shared=False,
-            vocab_size=target.config.get_text_config(decoder=True).vocab_size,
+            vocab_size=configs[0].vocab_size,
             processors=LogitsProcessorList(),
             do_sample=False,
-            heads=heads,
+            heads=policy.draft_heads,
             limit=limit,
             kind=arm.draft_cache,
             sinks=SINKS,
@@ -173,7 +179,7 @@ def build(
         accept=accept if gamma else greedy_accept,
         pad_token_id=0,
     )
-    vocabulary = min(model.config.get_text_config(decoder=True).vocab_size for model in (target, draft))
+    vocabulary = min(config.vocab_size for config in configs)
     state = DecodeState(
         sequences=torch.randint(3, vocabulary, (batch, limit + gamma + 1), device=device),
         first=torch.full((batch,), 2, device=device),

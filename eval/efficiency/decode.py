@@ -187,7 +187,9 @@ def step_bytes(target: Shape, draft: Shape, arm: Arm, lengths: list[int], gamma:
     if arm.draft_cache is not None:
         own = {"full": total, "streaming": rows * (budget + SINKS), "sparse": rows * budget}
         needed += gamma * (draft.weight_bytes() + own[arm.draft_cache] * draft.kv_bytes_per_token())
-    if arm.sparse:
+    if arm.mode == "specattn":
+        needed += total * draft.layers * draft.kv_heads * draft.head_dim * 2
+    elif arm.sparse:
         for shape, layers in ((target, 1), (draft, 3)):
             needed += total * layers * min(4, shape.kv_heads) * shape.head_dim * 2
     return needed

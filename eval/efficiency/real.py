@@ -11,6 +11,7 @@ import torch
 from transformers import GenerationConfig
 
 import dustin_hf
+from dustin_hf.eval.baselines import registered_baselines
 from dustin_hf.eval.efficiency.arms import ARMS, Arm
 from dustin_hf.eval.efficiency.decode import step_bytes
 from dustin_hf.eval.efficiency.real_arms import Run, fill, plain, speculate, stock
@@ -176,7 +177,7 @@ def _measure(
     if own_arms:
         say("prefill")
         pool = Pool()
-        with dustin_hf.enable(target, profile=profile):
+        with dustin_hf.enable(target, profile=profile), registered_baselines():
             point = fill(target, draft, prompts, new_tokens, gamma)
             for name in own_arms:
                 say(name)

@@ -99,7 +99,7 @@ def speculate(target: Any, draft: Any, point: Point, arm: Arm, gamma: int, budge
         assistant_model=draft,
         cache_implementation="dustin",
         cache_config={
-            "mode": "hybrid" if arm.sparse else "full",
+            "mode": arm.mode,
             "draft_cache": arm.draft_cache,
             "budget": budget,
         },

@@ -1,4 +1,4 @@
-"""Results of `bench decode` as the paper's tables 2, 10 and 11, and as its figure 1."""
+"""Results of `bench decode` as the paper's tables 2 and 9 to 11, and as its figure 1."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +19,7 @@ NAMES = {
     "vanilla": "Vanilla",
     "classic": "ClassicSD",
     "magicdec": "MagicDec",
+    "specattn": "SpecAttn-style",
     "dustin": "Dustin",
     "dustin-streaming": "Dustin, streaming drafts",
     "dustin-sparse": "Dustin, sparse drafts",
@@ -93,7 +94,7 @@ def decode_sections(sources: Sequence[Source]) -> list[Section]:
 
 
 def _section(group: Group) -> Section:
-    title = f"Decoding of {group.pair} (layout of the paper's tables 2, 10 and 11)"
+    title = f"Decoding of {group.pair} (layout of the paper's tables 2 and 9 to 11)"
     failed = [row for row in group.rows if "error" in row]
     told = (f"{_name(row['arm'])}, {group.size(row['batch'], row['context'])}: {row['error']}" for row in failed)
     caption = f"{SPEED} Failed: {'; '.join(told)}." if failed else SPEED
