@@ -13,8 +13,8 @@ class QuestPolicy(SelectionPolicy):
     Per layer and key/value head; layers 0 and 1 read everything (paper appendix C.3). The method has one query, and
     pages of its own for each query head. Here the queries of a block and the heads of a group read the same pages, by
     the mean of the shares that a softmax makes of their bounds, and the page that is being filled is always read
-    (ours). Of several ways to share pages this one recovers the most attention: raw bounds would be ruled by the head
-    with the largest. Bounds are made anew from the keys in every step: right, and no measure of the method's speed.
+    (ours). The largest raw bound would let one head rule the others, and recovers less attention. Bounds are made anew
+    from the keys in every step: right, and no measure of the method's speed.
 
     Args:
         k: slots in all, at least a page.
