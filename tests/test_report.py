@@ -60,7 +60,12 @@ def make_run(out, mode, budget, scores, **config):
         "conditions": CONDITIONS,
     }
     (path / "config.json").write_text(json.dumps({**about, **config}))
-    tasks = {task: {"score": s, "samples": n, "tau": 2.0} for (task, n), s in zip(SAMPLES.items(), scores)}
+    # samples of the lossless run are alike, all others 4 points above or below their mean
+    spread = 0 if budget is None else 4
+    tasks = {
+        task: {"score": s, "samples": n, "tau": 2.0, "each": [s - spread, s + spread] * (n // 2)}
+        for (task, n), s in zip(SAMPLES.items(), scores)
+    }
     means = {"groups": {}, "over_groups": 12.5, "over_tasks": sum(scores) / len(scores)}
     (path / "scores.json").write_text(json.dumps({"tasks": tasks, **means}))
     return path
@@ -112,7 +117,7 @@ def test_scores_in_the_papers_layout(runs, tmp_path):
         "90.00 (+0.00)",
         "-",
         "-",
-        "45.20 (-0.80)",
+        "45.20 (-0.80 ± 0.19)",  # of 500 samples, with a variance of 4 ** 2 within tasks and 1.36 between them
     ]
     by_task = cells(out / "tables" / "accuracy-tasks-big-7b.csv")
     assert by_task[0][2:] == [
@@ -242,7 +247,7 @@ def test_runs_that_are_refused(runs, tmp_path):
     path = changed("streaming-512", "config.json", questions={"lcc": "x"})
     refused("must have the tasks of config.json, lcc, got multi_news, ", path)
     refused("is a run of ruler: tables are made of LongBench", changed("hybrid-512", "config.json", benchmark="ruler"))
-    path = changed("oracle-512", "scores.json", tasks={task: {"score": 1} for task in SAMPLES})
+    path = changed("oracle-512", "scores.json", tasks={task: {"score": 1, "each": []} for task in SAMPLES})
     refused("oracle-512 is not an entry of the kind longbench: it lacks samples", path)
     refused("a.json is of no kind that a report knows: it has `bench` 'ruler'", written("a.json", '{"bench": "ruler"}'))
     refused("it has the fields b, c. Give a result of `dustin-hf bench`", written("b.json", '{"c": 1, "b": 2}'))

@@ -53,8 +53,8 @@ def run_longbench(
         progress: called as `progress(task, done, total)`, in batches.
 
     Returns:
-        By name of the method what its folder's `scores.json` holds: `tasks` (score 0 to 100 and tau of each), `groups`,
-        `over_groups` and `over_tasks`.
+        By name of the method what its folder's `scores.json` holds: `tasks` (score 0 to 100 and tau of each, and the
+        scores of its samples), `groups`, `over_groups` and `over_tasks`.
 
     Raises:
         ValueError: on prompts that do not fit, a folder of another run, or a file in it that cannot be read.
@@ -103,6 +103,7 @@ def _scores(folder: RunFolder, samples: Mapping[str, Sequence[Sample]]) -> dict[
         steps, new = sum(line["steps"] for line in lines), sum(line["new_tokens"] for line in lines)
         means[task] = round(100 * sum(scores) / len(scores), 2)
         tasks[task] = {"score": means[task], "samples": len(scores), "tau": new / steps if steps else None}
+        tasks[task]["each"] = [round(100 * score, 4) for score in scores]
     result = {"tasks": tasks, **asdict(averages(means))}
     write_file(folder.path / SCORES_NAME, (json.dumps(result, indent=1) + "\n").encode())
     return result

@@ -8,6 +8,7 @@ over groups, stand in the table by task.
 
 import json
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -48,6 +49,7 @@ class Run:
         budget: slots that verification reads; None where it reads all.
         scores: task -> 0 to 100.
         samples: task -> how many.
+        each: task -> the scores of its samples, in the order of all runs on them.
         means: LongBench's own averages, over tasks and over groups.
     """
 
@@ -55,6 +57,7 @@ class Run:
     budget: int | None
     scores: dict[str, float]
     samples: dict[str, int]
+    each: dict[str, list[float]]
     means: tuple[float, float]
 
     @property
@@ -79,6 +82,11 @@ class Run:
         """Means of the six groups, then of all."""
         members = [[task for task in TASKS if TASKS[task].group == group] for group in GROUPS]
         return [*(self.mean(tasks) for tasks in members), self.mean(list(TASKS))]
+
+    def error(self, other: "Run") -> float | None:
+        """Standard error of the difference of two runs' averages, over samples in pairs; None for a single sample."""
+        pairs = [(a, b) for task, scores in self.each.items() for a, b in zip(scores, other.each[task], strict=True)]
+        return statistics.stdev(a - b for a, b in pairs) / math.sqrt(len(pairs)) if len(pairs) > 1 else None
 
 
 def accuracy_sections(sources: Sequence[Source]) -> list[Section]:
@@ -135,6 +143,7 @@ def _run(source: Source) -> Run:
         config["method"]["budget"],
         {name: task["score"] for name, task in tasks.items()},
         {name: task["samples"] for name, task in tasks.items()},
+        {name: task["each"] for name, task in tasks.items()},
         (scores["over_tasks"], scores["over_groups"]),
     )
 
@@ -173,26 +182,28 @@ def _scores(runs: Sequence[Run], target: str) -> Table:
 
 
 def _drops(runs: Sequence[Run], full: Run, target: str) -> Table:
-    def cell(value: float | None, lossless: float | None, run: Run) -> str:
-        if value is None or lossless is None or run is full:
-            return number(value)
-        return f"{number(value)} ({number(value - lossless, sign=True)})"
+    def row(run: Run) -> tuple[str, ...]:
+        values = run.in_groups()
+        if run is full:
+            return tuple(map(number, values))
+        errors = [None] * len(GROUPS) + [run.error(full)]
+        return tuple(_changed(*cell) for cell in zip(values, full.in_groups(), errors))
 
     return Table(
         f"accuracy-drop-{slug(target)}",
         f"Accuracy of {target} beside the lossless run (layout of the paper's table 8)",
         ("Method", "Budget", *GROUPS, "Avg."),
-        tuple(
-            (
-                run.name,
-                _budget(run),
-                *(cell(value, lossless, run) for value, lossless in zip(run.in_groups(), full.in_groups())),
-            )
-            for run in runs
-        ),
-        f"Scores, 0 to 100, and in brackets their differences from the lossless run, in points. {GROUPED} Acceptance "
-        f"is real. The paper has no column for the synthetic tasks here.{_footnote(runs)}",
+        tuple((run.name, _budget(run), *row(run)) for run in runs),
+        "Scores, 0 to 100, and in brackets their differences from the lossless run, in points; that of the average "
+        f"with its standard error, over samples in pairs. {GROUPED} Acceptance is real. The paper has no column for "
+        f"the synthetic tasks here.{_footnote(runs)}",
     )
+
+
+def _changed(value: float | None, lossless: float | None, error: float | None) -> str:
+    if value is None or lossless is None:
+        return number(value)
+    return f"{number(value)} ({number(value - lossless, sign=True)}{'' if error is None else f' ± {number(error)}'})"
 
 
 def _by_task(runs: Sequence[Run], target: str) -> Table:

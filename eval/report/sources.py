@@ -72,7 +72,7 @@ KINDS: dict[str, tuple[tuple[str, ...], Callable[[Mapping[str, Any]], list[Any]]
     "longbench": (
         ("config", "scores"),
         lambda content: list(content["scores"]["tasks"].values()),
-        ("score", "samples"),
+        ("score", "samples", "each"),
     ),
 }
 RUN_FIELDS = ("target", "draft", "dtype", "settings", "generation", "profile", "questions", "method")
