@@ -1,8 +1,6 @@
 """The command line: `dustin-hf`."""
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,6 +12,8 @@ def app() -> "Typer":
     """The commands. Built on call, so that importing this module needs no extra."""
     import typer
 
+    from dustin_hf import options
+    from dustin_hf.console import one_line_errors
     from dustin_hf.eval.efficiency.cli import bench_app
     from dustin_hf.eval.longbench import cli as longbench
     from dustin_hf.eval.pg19 import cli as pg19
@@ -31,14 +31,14 @@ def app() -> "Typer":
         ] = None,
         texts: Annotated[Path | None, typer.Option(help="Folder of .txt files. Default: four book excerpts.")] = None,
         max_new_tokens: Annotated[int, typer.Option(min=1)] = 96,
-        budget: Annotated[int, typer.Option(help="Cached tokens that verification attends to.")] = 512,
-        gamma: Annotated[int, typer.Option(min=1, help="Drafted tokens per step.")] = 4,
+        budget: options.Budget = 512,
+        gamma: options.Gamma = 4,
         device: Annotated[str, typer.Option(help="torch device.")] = "cpu",
     ) -> None:
         """Summarise book excerpts in one ragged batch and show what verification read."""
         from dustin_hf import demo as demo_module
 
-        with errors_end_it():
+        with one_line_errors():
             demo_module.run(model, texts or demo_module.TEXTS, max_new_tokens, budget, gamma, device)
 
     profiling.add_commands(commands)
@@ -47,18 +47,6 @@ def app() -> "Typer":
     ruler.add_commands(commands)
     report.add_commands(commands)
     return commands
-
-
-@contextmanager
-def errors_end_it() -> Iterator[None]:
-    """What the user can mend is one line, and exit status 1."""
-    import typer
-
-    try:
-        yield
-    except (FileNotFoundError, ValueError) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from error
 
 
 def main() -> None:

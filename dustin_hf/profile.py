@@ -171,6 +171,11 @@ class DustinProfile:
         wanted = config_hash(target), config_hash(draft)
         return next((found for found in _all_shipped() if (found.target_hash, found.draft_hash) == wanted), None)
 
+    @classmethod
+    def of_pair(cls, target: "PreTrainedConfig", draft: "PreTrainedConfig") -> "DustinProfile":
+        """The profile that this package has for the pair, else one that fits any."""
+        return cls.shipped(target, draft) or cls.default(target, draft)
+
     def check_pair(self, target: "PreTrainedConfig", draft: "PreTrainedConfig | None") -> None:
         """Raise `ValueError` unless this profile was made for models of these shapes; without a draft, the target's."""
         everywhere: tuple[DustinProfile | LayerGroup, ...] = (self, *self.layer_groups)

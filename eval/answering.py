@@ -150,7 +150,7 @@ def answer(
     if not methods or len({method.name for method in methods}) < len(methods):
         raise ValueError(f"`methods` must be different, and at least one, got {[method.name for method in methods]}")
     configs = [model.config.get_text_config(decoder=True) for model in (target, draft)]
-    profile = profile or DustinProfile.shipped(*configs) or DustinProfile.default(*configs)
+    profile = profile or DustinProfile.of_pair(*configs)
     profile.check_pair(*configs)
     everything = {
         "target": fingerprint(target),

@@ -100,7 +100,7 @@ def test_profile_passes_on_what_it_was_given(folders, monkeypatch):
         return DustinProfile({1: (0,)}, {0: (1,)}, 0.75)
 
     monkeypatch.setattr(study, "profile_pair", profile_pair)
-    monkeypatch.setattr("dustin_hf.profiling.cli.needs", lambda library: None)
+    monkeypatch.setattr("dustin_hf.console.needs", lambda library: None)
     arguments = [*pair_of(folders), "--texts", folders / "texts", "--out", folders / "study", *COMMON]
     result = invoke("profile", *arguments, "--quick", "--trials", 3, "--budget", 40)
     assert result.exit_code == 0, result.output

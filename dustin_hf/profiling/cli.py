@@ -1,7 +1,6 @@
 """The commands `dustin-hf profile` and `dustin-hf fidelity`."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,27 +10,20 @@ if TYPE_CHECKING:
 # What `profile --quick` takes instead of the defaults: minutes with a small pair on a CPU, and a rough answer.
 QUICK = {"new_tokens": 32, "needle_lengths": (512,), "trials": 10, "max_context": 2048}
 QUICK_TEXTS = 4
-EXTRAS = {
-    "matplotlib": "eval",
-    "rouge": "eval",
-    "jieba": "eval",
-    "optuna": "search",
-    "datasets": "search",
-    "rich": "bench",
-}
 
 
 def add_commands(commands: "Typer") -> None:
     """Register both commands."""
     import typer
 
-    device_help = "torch device. Default: cuda where there is one, else cpu."
+    from dustin_hf import options
+    from dustin_hf.console import bars, command_line, needs, one_line_errors, read_profile, the_device
 
     @commands.command()
     def profile(
-        target: Annotated[str, typer.Option(help="Folder or Hub id.")],
-        draft: Annotated[str, typer.Option(help="Folder or Hub id, of the same tokenizer.")],
-        out: Annotated[Path, typer.Option(help="Folder of the study; one that was interrupted goes on.")],
+        target: options.Target,
+        draft: options.Draft,
+        out: options.RunOut,
         texts: Annotated[
             Path | None,
             typer.Option(
@@ -44,7 +36,7 @@ def add_commands(commands: "Typer") -> None:
             list[int] | None,
             typer.Option(help="Cached tokens that verification attends to; repeatable. Default: 128, 256, 512."),
         ] = None,
-        gamma: Annotated[int, typer.Option(min=1, help="Drafted tokens per step.")] = 4,
+        gamma: options.Gamma = 4,
         max_context: Annotated[
             int | None, typer.Option(min=2, help="Tokens that longer texts are cut to. Default: they are an error.")
         ] = None,
@@ -66,11 +58,10 @@ def add_commands(commands: "Typer") -> None:
             bool, typer.Option("--quick", help="Few short texts and trials; what else is given still counts.")
         ] = False,
         plots: Annotated[Path | None, typer.Option(help="Folder for figures (needs matplotlib).")] = None,
-        device: Annotated[str | None, typer.Option(help=device_help)] = None,
+        device: options.Device = None,
     ) -> None:
         """Find which heads of a pair estimate attention, and how to split the budget: a profile, and a report."""
         with one_line_errors():
-            from dustin_hf.eval.efficiency.cli import command_line
             from dustin_hf.eval.efficiency.texts import load_pair
             from dustin_hf.profiling.plots import plot_study
             from dustin_hf.profiling.study import profile_pair, validation_texts
@@ -79,10 +70,10 @@ def add_commands(commands: "Typer") -> None:
             needs("optuna")
             if plots is not None:
                 needs("matplotlib")
-            options: dict[str, Any] = dict(QUICK) if quick else {}
+            settings: dict[str, Any] = dict(QUICK) if quick else {}
             given = {"max_context": max_context, "new_tokens": new_tokens, "trials": trials, "batch_size": batch}
-            options |= {name: value for name, value in given.items() if value is not None}
-            options |= {"chat": chat, "compare": compare, "layer_groups": layer_groups}
+            settings |= {name: value for name, value in given.items() if value is not None}
+            settings |= {"chat": chat, "compare": compare, "layer_groups": layer_groups}
             if quick:
                 texts, samples = texts or BUILT_IN, samples or QUICK_TEXTS
             found_texts = validation_texts(texts, samples)
@@ -96,7 +87,7 @@ def add_commands(commands: "Typer") -> None:
                     gamma=gamma,
                     command=command_line(),
                     progress=progress,
-                    **options,
+                    **settings,
                 )
             typer.echo(f"target heads {found.target_heads}\ndraft heads {found.draft_heads}")
             typer.echo(f"draft share {found.draft_share:.3f}\nprofile and report are in {out}")
@@ -105,12 +96,12 @@ def add_commands(commands: "Typer") -> None:
 
     @commands.command()
     def fidelity(
-        target: Annotated[str, typer.Option(help="Folder or Hub id.")],
-        draft: Annotated[str, typer.Option(help="Folder or Hub id, of the same tokenizer; may be the target's.")],
+        target: options.Target,
+        draft: options.Draft,
         texts: Annotated[
             Path | None, typer.Option(help="Folder or file: .txt, .txt.gz, .jsonl. Default: four book excerpts.")
         ] = None,
-        profile: Annotated[str | None, typer.Option(help="Folder, file or Hub id. Default: an untuned one.")] = None,
+        profile: options.Profile = None,
         budget: Annotated[
             list[int] | None,
             typer.Option(help="Cached tokens that verification attends to; repeatable. Default: 128, 512."),
@@ -128,16 +119,15 @@ def add_commands(commands: "Typer") -> None:
         ] = False,
         samples: Annotated[int, typer.Option(min=1, help="Contexts, taken from all texts in turn.")] = 4,
         new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each continuation.")] = 128,
-        gamma: Annotated[int, typer.Option(min=1, help="Tokens that are verified at once.")] = 4,
+        gamma: options.Block = 4,
         batch: Annotated[int, typer.Option(min=1, help="Contexts that are run at once.")] = 1,
-        out: Annotated[Path | None, typer.Option(help="JSON file for the result.")] = None,
-        force: Annotated[bool, typer.Option("--force", help="Overwrite that file.")] = False,
+        out: options.ResultOut = None,
+        force: options.Force = False,
         plots: Annotated[Path | None, typer.Option(help="Folder for figures (needs --out and matplotlib).")] = None,
-        device: Annotated[str | None, typer.Option(help=device_help)] = None,
+        device: options.Device = None,
     ) -> None:
         """Replay continuations of the full cache under sparse verification: agreement, KL, attention recovery."""
         with one_line_errors():
-            from dustin_hf.eval.efficiency.cli import command_line
             from dustin_hf.eval.efficiency.record import check_free, conditions, save
             from dustin_hf.eval.efficiency.texts import load_pair
             from dustin_hf.eval.fidelity import measure
@@ -204,86 +194,6 @@ def cut(
         )
     prompts = cut_prompts(dict(zip(texts, rows)), [context] * samples)
     return {f"{prompt.source}@{prompt.start}": prompt.tokens for prompt in prompts}
-
-
-def needs(library: str) -> None:
-    """Raise `ModuleNotFoundError` unless an extra's library is there, before hours are spent."""
-    from importlib.util import find_spec
-
-    if find_spec(library) is None:
-        raise ModuleNotFoundError(f"No module named {library!r}", name=library)
-
-
-@contextmanager
-def one_line_errors() -> Iterator[None]:
-    """As `errors_end_it`; also for unsupported models, full disks, and extras that are not installed."""
-    from dustin_hf.cli import errors_end_it
-    from dustin_hf.model_patches.families import UnsupportedModelError
-
-    with errors_end_it():
-        try:
-            yield
-        except ModuleNotFoundError as error:
-            if error.name not in EXTRAS:
-                raise
-            raise ValueError(f"this needs {error.name}: pip install 'dustin_hf[{EXTRAS[error.name]}]'") from error
-        except UnsupportedModelError as error:
-            raise ValueError(str(error)) from error
-        except FileNotFoundError:
-            raise
-        except OSError as error:
-            raise ValueError(str(error).splitlines()[0]) from error
-        except RuntimeError as error:
-            if not isinstance(error.__cause__, OSError):  # a full disk, in words
-                raise
-            raise ValueError(str(error)) from error
-
-
-@contextmanager
-def bars() -> Iterator[Callable[[str, int, int], None]]:
-    """Progress bars on stderr, one for each phase, moved by `progress(phase, done, total)`."""
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=Console(stderr=True)) as shown:
-        tasks: dict[str, Any] = {}
-
-        def progress(phase: str, done: int, total: int) -> None:
-            for name, task in tasks.items():
-                if name != phase:  # the phase before is over
-                    shown.update(task, completed=shown.tasks[task].total)
-            if phase not in tasks:
-                tasks[phase] = shown.add_task(phase)
-            shown.update(tasks[phase], completed=done, total=total)
-
-        yield progress
-        for task in tasks.values():
-            shown.update(task, completed=shown.tasks[task].total)
-
-
-def read_profile(name: str) -> Any:
-    """The profile of that name, with an error that names the option."""
-    from dustin_hf.profile import DustinProfile
-
-    try:
-        return DustinProfile.from_pretrained(name)
-    except OSError as error:
-        raise FileNotFoundError(f"--profile {name}: {str(error).splitlines()[0]}") from error
-
-
-def the_device(given: str | None) -> str:
-    """The device that was asked for, else CUDA where there is one."""
-    import torch
-
-    return given or ("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _report(result: Mapping[str, Any]) -> None:

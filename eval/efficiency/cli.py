@@ -1,7 +1,5 @@
 """The commands `dustin-hf bench ...`."""
 
-import shlex
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,7 +12,8 @@ def bench_app() -> "Typer":
     """The commands. Built on call, as those of `dustin_hf.cli`."""
     import typer
 
-    from dustin_hf.cli import errors_end_it
+    from dustin_hf import options
+    from dustin_hf.console import command_line, one_line_errors
 
     commands = typer.Typer(help="Measure speed on a CUDA device.", no_args_is_help=True)
 
@@ -26,17 +25,17 @@ def bench_app() -> "Typer":
         context: Annotated[
             list[int] | None, typer.Option(min=1, help="Tokens per row; repeatable. Default: 8192, 16384, 32768.")
         ] = None,
-        batch: Annotated[list[int] | None, typer.Option(min=1, help="Rows; repeatable. Default: 8, 16.")] = None,
-        gamma: Annotated[int, typer.Option(min=1, help="Drafted tokens per step.")] = 4,
-        budget: Annotated[int, typer.Option(help="Cached tokens that verification attends to.")] = 512,
-        out: Annotated[Path | None, typer.Option(help="JSON file for the result.")] = None,
-        force: Annotated[bool, typer.Option("--force", help="Overwrite that file.")] = False,
+        batch: options.Rows = None,
+        gamma: options.Gamma = 4,
+        budget: options.Budget = 512,
+        out: options.ResultOut = None,
+        force: options.Force = False,
     ) -> None:
         """Time every kernel beside its floor and its baselines, and the self-attention of a step."""
         from dustin_hf.eval.efficiency import kernels as bench
         from dustin_hf.eval.efficiency.record import check_free, save
 
-        with errors_end_it():
+        with one_line_errors():
             if out is not None:
                 check_free(out, force)
             result = bench.run_kernels(
@@ -62,9 +61,9 @@ def bench_app() -> "Typer":
         context: Annotated[
             list[int] | None, typer.Option(min=2, help="Tokens per row; repeatable. Default: 8192, 16384, 32768.")
         ] = None,
-        batch: Annotated[list[int] | None, typer.Option(min=1, help="Rows; repeatable. Default: 8, 16.")] = None,
-        gamma: Annotated[int, typer.Option(min=1, help="Drafted tokens per step.")] = 3,
-        budget: Annotated[int, typer.Option(help="Cached tokens that sparse verification attends to.")] = 512,
+        batch: options.Rows = None,
+        gamma: options.Gamma = 3,
+        budget: options.Budget = 512,
         arms: Annotated[str | None, typer.Option(help="Names, with commas. Default: all but hf-static.")] = None,
         tau: Annotated[
             list[float] | None,
@@ -78,8 +77,8 @@ def bench_app() -> "Typer":
         new_tokens: Annotated[
             int | None, typer.Option(help="Tokens that each row gets, with --target only. Default: 128.")
         ] = None,
-        out: Annotated[Path | None, typer.Option(help="JSON file for the result.")] = None,
-        force: Annotated[bool, typer.Option("--force", help="Overwrite that file.")] = False,
+        out: options.ResultOut = None,
+        force: options.Force = False,
     ) -> None:
         """Time whole steps of every arm beside their floors: random weights, or real models on real text."""
         from dustin_hf.eval.efficiency import decode as bench
@@ -95,7 +94,7 @@ def bench_app() -> "Typer":
         def say(text: str) -> None:
             typer.echo(text, err=True)
 
-        with errors_end_it():
+        with one_line_errors():
             _check_modes(shape, target, draft, {"--tau": tau or None}, {"--texts": texts, "--new-tokens": new_tokens})
             names = _arms(arms, REAL_ARMS if shape is None else (*bench.STOCK_ARMS, *bench.ARMS))
             if out is not None:
@@ -140,15 +139,15 @@ def bench_app() -> "Typer":
         rows: Annotated[int, typer.Option(min=1, help="Rows of the comparison with stock.")] = 4,
         batch: Annotated[int, typer.Option(min=1, help="Rows of the last line, ours alone.")] = 16,
         chunk: Annotated[list[int] | None, typer.Option(min=1, help="Tokens per forward to try; repeatable.")] = None,
-        out: Annotated[Path | None, typer.Option(help="JSON file for the result.")] = None,
-        force: Annotated[bool, typer.Option("--force", help="Overwrite that file.")] = False,
+        out: options.ResultOut = None,
+        force: options.Force = False,
     ) -> None:
         """Time the prefill of long prompts beside stock's."""
         from dustin_hf.eval.efficiency import prefill as bench
         from dustin_hf.eval.efficiency.record import check_free, save
         from dustin_hf.eval.efficiency.shapes import SHAPES
 
-        with errors_end_it():
+        with one_line_errors():
             if shape not in SHAPES:
                 raise ValueError(f"--shape must be one of {', '.join(SHAPES)}, got {shape!r}")
             if out is not None:
@@ -175,17 +174,17 @@ def bench_app() -> "Typer":
             list[int] | None, typer.Option(min=1, help="Tokens per row; repeatable. Default: 4096 to 65536.")
         ] = None,
         batch: Annotated[int, typer.Option(min=1, help="Rows.")] = 8,
-        gamma: Annotated[int, typer.Option(min=1, help="Drafted tokens per step.")] = 4,
-        budget: Annotated[int, typer.Option(help="Cached tokens that are chosen.")] = 512,
-        out: Annotated[Path | None, typer.Option(help="JSON file for the result.")] = None,
-        force: Annotated[bool, typer.Option("--force", help="Overwrite that file.")] = False,
+        gamma: options.Gamma = 4,
+        budget: options.Budget = 512,
+        out: options.ResultOut = None,
+        force: options.Force = False,
     ) -> None:
         """Time what estimating importance costs, by several estimators, over full-cache attention."""
         from dustin_hf.eval.efficiency import overhead as bench
         from dustin_hf.eval.efficiency.record import check_free, save
         from dustin_hf.eval.efficiency.shapes import pair_of
 
-        with errors_end_it():
+        with one_line_errors():
             if out is not None:
                 check_free(out, force)
             result = bench.run_overhead(
@@ -202,11 +201,6 @@ def bench_app() -> "Typer":
             bench.report(result)
 
     return commands
-
-
-def command_line() -> str:
-    """The command as typed, without the place of the program."""
-    return shlex.join(["dustin-hf", *sys.argv[1:]])
 
 
 def _check_modes(

@@ -50,7 +50,7 @@ def fidelity(
         target: its verification is sparse.
         draft: it looks ahead, over its own full cache.
         contexts: texts or token ids, by name or not; texts need the `tokenizer`.
-        profile: of the pair. Default: `DustinProfile.default`.
+        profile: of the pair. Default: the one that is shipped, if any, else an untuned one.
         budgets: k.
         modes: policies: `"hybrid"`, `"target"`, `"draft"`, registered ones, `"streaming"`, `"oracle"` (one set for all
             layers), `"oracle-layers"`, and `"full"`, which must come out exact.
@@ -75,8 +75,7 @@ def fidelity(
     if batch_size < 1:
         raise ValueError(f"`batch_size` must be positive, got {batch_size}")
     configs = [model.config.get_text_config(decoder=True) for model in (target, draft)]
-    if profile is None:
-        profile = DustinProfile.default(*configs)
+    profile = profile or DustinProfile.of_pair(*configs)
     profile.check_pair(*configs)
     arms = build_arms(target, draft, profile, modes, budgets, sinks, window)
     names = list(rows)

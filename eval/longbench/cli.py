@@ -7,52 +7,42 @@ from typing import TYPE_CHECKING, Annotated, Any
 if TYPE_CHECKING:
     from typer import Typer
 
-METHODS = ("full", "streaming", "snapkv", "quest", "specattn", "target", "draft", "hybrid", "oracle")
-
 
 def add_commands(commands: "Typer") -> None:
     """Register the command."""
     import typer
 
+    from dustin_hf import options
+
     @commands.command()
     def longbench(
-        target: Annotated[str, typer.Option(help="Folder or Hub id.")],
-        draft: Annotated[str, typer.Option(help="Folder or Hub id, of the same tokenizer; may be the target's.")],
-        out: Annotated[Path, typer.Option(help="Folder of the run; one that was interrupted goes on.")],
+        target: options.Target,
+        draft: options.Draft,
+        out: options.RunOut,
         data: Annotated[
             Path | None, typer.Option(help="Folder of TASK.jsonl or .jsonl.gz files. Default: LongBench on the Hub.")
         ] = None,
         task: Annotated[
             list[str] | None, typer.Option(help="Name, or en or zh for all of a language; repeatable. Default: en.")
         ] = None,
-        method: Annotated[
-            list[str] | None,
-            typer.Option(help=f"Of {', '.join(METHODS)}; repeatable. Default: full and hybrid."),
-        ] = None,
-        budget: Annotated[
-            list[int] | None, typer.Option(help="Cached tokens that are read; repeatable. Default: 512.")
-        ] = None,
+        method: options.Methods = None,
+        budget: options.Budgets = None,
         limit: Annotated[int | None, typer.Option(min=1, help="Samples of each task. Default: all.")] = None,
-        batch: Annotated[int, typer.Option(min=1, help="Samples that are decoded together.")] = 1,
-        gamma: Annotated[int, typer.Option(min=1, help="Drafted tokens per step.")] = 3,
+        batch: options.BatchOfSamples = 1,
+        gamma: options.Gamma = 3,
         max_length: Annotated[
             int | None,
             typer.Option(min=2, help="Tokens that longer prompts are cut to. Default: what fits."),
         ] = None,
-        draft_cache: Annotated[str, typer.Option(help="auto, full, streaming or sparse.")] = "auto",
-        profile: Annotated[
-            str | None, typer.Option(help="Folder, file or Hub id. Default: the pair's, if any.")
-        ] = None,
-        device: Annotated[
-            str | None, typer.Option(help="torch device. Default: cuda where there is one, else cpu.")
-        ] = None,
+        draft_cache: options.DraftCache = "auto",
+        profile: options.Profile = None,
+        device: options.Device = None,
     ) -> None:
         """Answer LongBench under several methods, resumable, and score the answers as its authors do."""
-        from dustin_hf.profiling.cli import bars, one_line_errors, read_profile, the_device
+        from dustin_hf.console import bars, command_line, one_line_errors, read_profile, the_device
 
         with one_line_errors():
             from dustin_hf.eval.answering import Settings, methods_of
-            from dustin_hf.eval.efficiency.cli import command_line
             from dustin_hf.eval.efficiency.texts import load_pair
             from dustin_hf.eval.longbench import load_samples
             from dustin_hf.eval.longbench.metrics import check_libraries

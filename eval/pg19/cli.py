@@ -12,10 +12,12 @@ def add_commands(commands: "Typer") -> None:
     """Register the command."""
     import typer
 
+    from dustin_hf import options
+
     @commands.command()
     def pg19(
-        target: Annotated[str, typer.Option(help="Folder or Hub id.")],
-        draft: Annotated[str, typer.Option(help="Folder or Hub id, of the same tokenizer; may be the target's.")],
+        target: options.Target,
+        draft: options.Draft,
         texts: Annotated[
             Path | None,
             typer.Option(help="Folder or file of books: .txt, .txt.gz, .jsonl. Default: PG-19."),
@@ -35,22 +37,17 @@ def add_commands(commands: "Typer") -> None:
         drift_tokens: Annotated[
             int, typer.Option("--drift", min=0, help="New tokens of a free run, judged by the full cache; 0: none.")
         ] = 0,
-        gamma: Annotated[int, typer.Option(min=1, help="Tokens that are verified at once.")] = 4,
+        gamma: options.Block = 4,
         batch: Annotated[int, typer.Option(min=1, help="Passages that are run at once.")] = 1,
-        profile: Annotated[
-            str | None, typer.Option(help="Folder, file or Hub id. Default: the one that comes with the pair, if any.")
-        ] = None,
-        out: Annotated[Path | None, typer.Option(help="JSON file for the result.")] = None,
-        force: Annotated[bool, typer.Option("--force", help="Overwrite that file.")] = False,
-        device: Annotated[
-            str | None, typer.Option(help="torch device. Default: cuda where there is one, else cpu.")
-        ] = None,
+        profile: options.Profile = None,
+        out: options.ResultOut = None,
+        force: options.Force = False,
+        device: options.Device = None,
     ) -> None:
         """Perplexity of books under sparse verification, and the drift of long outputs."""
-        from dustin_hf.profiling.cli import bars, one_line_errors, read_profile, the_device
+        from dustin_hf.console import bars, command_line, one_line_errors, read_profile, the_device
 
         with one_line_errors():
-            from dustin_hf.eval.efficiency.cli import command_line
             from dustin_hf.eval.efficiency.record import check_free, conditions, save
             from dustin_hf.eval.efficiency.texts import load_pair
             from dustin_hf.eval.fidelity.measure import SINKS, WINDOW
@@ -68,7 +65,7 @@ def add_commands(commands: "Typer") -> None:
             loaded = None if profile is None else read_profile(profile)
             first, second, tokenizer = load_pair(target, draft, the_device(device))
             configs = [model.config.get_text_config(decoder=True) for model in (first, second)]
-            used = loaded or DustinProfile.shipped(*configs) or DustinProfile.default(*configs)
+            used = loaded or DustinProfile.of_pair(*configs)
             used.check_pair(*configs)
             chosen = passages(books, tokenizer, context, new_tokens, samples)
             stories = passages(books, tokenizer, context, 1, samples, story=True) if drift_tokens else []

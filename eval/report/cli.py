@@ -26,7 +26,7 @@ def add_commands(commands: "Typer") -> None:
         ] = False,
     ) -> None:
         """Turn saved runs into the paper's tables and figures, with their conditions."""
-        from dustin_hf.profiling.cli import needs, one_line_errors
+        from dustin_hf.console import needs, one_line_errors
 
         with one_line_errors():
             from dustin_hf.eval.report.write import write_report

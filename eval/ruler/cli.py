@@ -12,13 +12,13 @@ def add_commands(commands: "Typer") -> None:
     """Register the command."""
     import typer
 
-    from dustin_hf.eval.longbench.cli import METHODS
+    from dustin_hf import options
 
     @commands.command()
     def ruler(
-        target: Annotated[str, typer.Option(help="Folder or Hub id.")],
-        draft: Annotated[str, typer.Option(help="Folder or Hub id, of the same tokenizer; may be the target's.")],
-        out: Annotated[Path, typer.Option(help="Folder of the run; one that was interrupted goes on.")],
+        target: options.Target,
+        draft: options.Draft,
+        out: options.RunOut,
         texts: Annotated[
             Path | None, typer.Option(help="Haystack: folder or file of .txt, .txt.gz, .jsonl. Default: book excerpts.")
         ] = None,
@@ -27,29 +27,20 @@ def add_commands(commands: "Typer") -> None:
             list[int] | None, typer.Option(min=1, help="Tokens of prompt and answer; repeatable. Default: 4096, 8192.")
         ] = None,
         samples: Annotated[int, typer.Option(min=1, help="Samples of each task and length.")] = 10,
-        method: Annotated[
-            list[str] | None, typer.Option(help=f"Of {', '.join(METHODS)}; repeatable. Default: full and hybrid.")
-        ] = None,
-        budget: Annotated[
-            list[int] | None, typer.Option(help="Cached tokens that are read; repeatable. Default: 512.")
-        ] = None,
-        batch: Annotated[int, typer.Option(min=1, help="Samples that are decoded together.")] = 1,
-        gamma: Annotated[int, typer.Option(min=1, help="Drafted tokens per step.")] = 3,
-        draft_cache: Annotated[str, typer.Option(help="auto, full, streaming or sparse.")] = "auto",
+        method: options.Methods = None,
+        budget: options.Budgets = None,
+        batch: options.BatchOfSamples = 1,
+        gamma: options.Gamma = 3,
+        draft_cache: options.DraftCache = "auto",
         chat: Annotated[bool, typer.Option("--chat", help="Wrap prompts in the tokenizer's chat template.")] = False,
-        profile: Annotated[
-            str | None, typer.Option(help="Folder, file or Hub id. Default: the one that comes with the pair, if any.")
-        ] = None,
-        device: Annotated[
-            str | None, typer.Option(help="torch device. Default: cuda where there is one, else cpu.")
-        ] = None,
+        profile: options.Profile = None,
+        device: options.Device = None,
     ) -> None:
         """Find facts in long texts under several methods, resumable, and score the answers (RULER-style)."""
-        from dustin_hf.profiling.cli import bars, one_line_errors, read_profile, the_device
+        from dustin_hf.console import bars, command_line, one_line_errors, read_profile, the_device
 
         with one_line_errors():
             from dustin_hf.eval.answering import Settings, methods_of
-            from dustin_hf.eval.efficiency.cli import command_line
             from dustin_hf.eval.efficiency.texts import load_pair
             from dustin_hf.eval.ruler import TASKS, ruler_samples
             from dustin_hf.eval.ruler.run import run_ruler

@@ -1,0 +1,103 @@
+"""What all commands share besides options: errors as one line, progress bars, and what an option stands for."""
+
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+# Libraries that commands need, and the extra that brings each.
+EXTRAS = {
+    "matplotlib": "eval",
+    "rouge": "eval",
+    "jieba": "eval",
+    "optuna": "search",
+    "datasets": "search",
+    "rich": "bench",
+}
+
+
+def needs(library: str) -> None:
+    """Raise `ModuleNotFoundError` unless an extra's library is there, before hours are spent."""
+    from importlib.util import find_spec
+
+    if find_spec(library) is None:
+        raise ModuleNotFoundError(f"No module named {library!r}", name=library)
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """What the user can mend is one line and exit status 1: wrong values, missing files and extras, full disks."""
+    import typer
+
+    try:
+        yield
+    except (FileNotFoundError, ValueError) as error:
+        said = str(error)
+        cause: Exception = error
+    except ModuleNotFoundError as error:
+        if error.name not in EXTRAS:
+            raise
+        said, cause = f"this needs {error.name}: pip install 'dustin_hf[{EXTRAS[error.name]}]'", error
+    except OSError as error:
+        said, cause = str(error).splitlines()[0], error
+    except RuntimeError as error:
+        if not isinstance(error.__cause__, OSError):  # a full disk, in words
+            raise
+        said, cause = str(error), error
+    else:
+        return
+    typer.echo(f"error: {said}", err=True)
+    raise typer.Exit(1) from cause
+
+
+@contextmanager
+def bars() -> Iterator[Callable[[str, int, int], None]]:
+    """Progress bars on stderr, one for each phase, moved by `progress(phase, done, total)`."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=Console(stderr=True)) as shown:
+        tasks: dict[str, Any] = {}
+
+        def progress(phase: str, done: int, total: int) -> None:
+            for name, task in tasks.items():
+                if name != phase:  # the phase before is over
+                    shown.update(task, completed=shown.tasks[task].total)
+            if phase not in tasks:
+                tasks[phase] = shown.add_task(phase)
+            shown.update(tasks[phase], completed=done, total=total)
+
+        yield progress
+        for task in tasks.values():
+            shown.update(task, completed=shown.tasks[task].total)
+
+
+def read_profile(name: str) -> Any:
+    """The profile of that name, with an error that names the option."""
+    from dustin_hf.profile import DustinProfile
+
+    try:
+        return DustinProfile.from_pretrained(name)
+    except OSError as error:
+        raise FileNotFoundError(f"--profile {name}: {str(error).splitlines()[0]}") from error
+
+
+def the_device(given: str | None) -> str:
+    """The device that was asked for, else CUDA where there is one."""
+    import torch
+
+    return given or ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def command_line() -> str:
+    """The command as typed, without the place of the program."""
+    return shlex.join(["dustin-hf", *sys.argv[1:]])
