@@ -1,4 +1,4 @@
-"""Prompts into a DustinCache: without pads, in chunks, nothing twice; sdpa without masks, or what the user chose."""
+"""Prompts into a DustinCache: unpadded, in chunks, nothing twice; sdpa without masks, or what the user chose."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 # for 16 of them. All else (residuals, queries, norms in float32) is about as much again.
 DEFAULT_CHUNK = {"cuda": 8192}
 DEFAULT_CHUNK_ELSEWHERE = 2048
+# Tokens that a forward takes in about the time of one: so many may lie beyond the ends of rows that run together, where
+# each alone would wait for its launches. A CPU has no such number.
+FREE_TOKENS = {"cuda": 2048}
 # Neighbouring rows that start with this many equal tokens share them; fewer are cheaper to compute than to copy.
 MIN_SHARED = 64
 
@@ -46,13 +49,16 @@ def prefill(
         model: target or draft; its decoder is called without the language-modelling head.
         cache: with a row for each prompt; changed.
         sequences: left-padded prompts, `[B, W]`.
-        pads: pads at the start of each row, as Python ints: prompts keep their own shape here.
+        pads: pads at the start of each row, as Python ints: prompts keep their own shape here, but short ones on CUDA,
+            of which several run together (`FREE_TOKENS`).
         held: tokens at the start of each prompt that the cache holds already.
         chunk_size: most tokens per forward, so that activations of long prompts stay small. Default: 8192 on CUDA
             devices, 2048 elsewhere.
     """
-    decoder = model.get_decoder()
-    chunk_size = chunk_size or DEFAULT_CHUNK.get(sequences.device.type, DEFAULT_CHUNK_ELSEWHERE)
+    decoder, device = model.get_decoder(), sequences.device
+    chunk_size = chunk_size or DEFAULT_CHUNK.get(device.type, DEFAULT_CHUNK_ELSEWHERE)
+    free = min(chunk_size, FREE_TOKENS.get(device.type, 0))
+    begins = torch.tensor(pads, device=device)[:, None]
     last = sequences.shape[1] - 1
     compared = sequences.cpu().numpy()  # once: each comparison on the device would wait for it
     spans = []  # of each prompt, the tokens to compute
@@ -63,14 +69,15 @@ def prefill(
             start = shared if shared - start >= MIN_SHARED else start
         spans.append((start, end))
     with prefill_attention(model):
-        for rows, (start, end) in _groups(spans, chunk_size):
+        for rows, (start, end) in _groups(spans, chunk_size, free):
             for row in range(rows.start, rows.stop):
                 if start > held[row]:
                     cache.copy_slots(row - 1, row, held[row], start)
-            prompts = sequences[rows, last - end : last]
             for begin in range(start, end, chunk_size):
-                chunk = prompts[:, begin : min(begin + chunk_size, end)]
-                positions = torch.arange(begin, begin + chunk.shape[1], device=chunk.device).expand(len(chunk), -1)
+                positions = torch.arange(begin, min(begin + chunk_size, end), device=device)
+                # behind the end of a shorter row stands anything: nobody reads what comes of it
+                columns = (begins[rows] + positions).clamp(max=last)
+                chunk, positions = sequences[rows].gather(1, columns), positions.expand(len(columns), -1)
                 with cache.writing_rows(rows, begin):
                     decoder(input_ids=chunk, position_ids=positions, use_cache=True, **{CACHE_ARG: cache})
     cache.lengths = torch.tensor([end for _, end in spans], device=cache.lengths.device)
@@ -83,13 +90,19 @@ def _common(a: np.ndarray, b: np.ndarray) -> int:
     return int(different[0]) if len(different) else n
 
 
-def _groups(spans: list[tuple[int, int]], chunk_size: int) -> Iterator[tuple[slice, tuple[int, int]]]:
-    """Neighbouring rows with the same span of tokens to compute that fit one forward together."""
+def _groups(spans: list[tuple[int, int]], chunk_size: int, free: int) -> Iterator[tuple[slice, tuple[int, int]]]:
+    """Neighbouring rows to run together, and the tokens to compute for them, from the same one on.
+
+    Rows with the same span as far as they fit a chunk, others as far as all tokens together are no more than are free.
+    """
     first = 0
     while first < len(spans):
         start, end = spans[first]
-        stop = first + 1
-        while stop < len(spans) and spans[stop] == spans[first] and (stop + 1 - first) * (end - start) <= chunk_size:
-            stop += 1
-        yield slice(first, stop), spans[first]
+        stop, alike = first + 1, True
+        while stop < len(spans) and spans[stop][0] == start:
+            longest, same = max(end, spans[stop][1]), alike and spans[stop][1] == end
+            if (stop + 1 - first) * (longest - start) > (chunk_size if same else free):
+                break
+            stop, end, alike = stop + 1, longest, same
+        yield slice(first, stop), (start, end)
         first = stop

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import heads
+from helpers import dustin, heads, plain
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, DynamicCache, masking_utils
 
@@ -11,7 +11,7 @@ from dustin_hf import DustinCache
 from dustin_hf._compat import CACHE_ARG
 from dustin_hf.model_patches import attention
 from dustin_hf.model_patches.attention import chunk_attention, merge, prefill_attention
-from dustin_hf.prefill import DEFAULT_CHUNK, _groups, held_prefixes, prefill
+from dustin_hf.prefill import DEFAULT_CHUNK, FREE_TOKENS, _groups, held_prefixes, prefill
 from dustin_hf.testing import assert_close, left_pad, random_prompts, tiny_model
 
 LENGTHS = [40, 40, 14, 101, 2, 1]
@@ -179,8 +179,10 @@ def test_eager_stays_eager(family):
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 64])
-def test_held_and_shared_starts(pair, chunk):
+@pytest.mark.parametrize("free", [0, 50, 400])
+def test_held_and_shared_starts(pair, chunk, free, monkeypatch):
     """Rows go on from what they hold, each from its own length, and a shared start is copied."""
+    monkeypatch.setitem(FREE_TOKENS, "cpu", free)
     document = random_prompts([90], seed=5)[0]
     first = [document[:30], document[:80], document[:5]]
     cache = prefilled(pair.target, first, chunk, DustinCache(2, 3, 120))
@@ -194,6 +196,30 @@ def test_held_and_shared_starts(pair, chunk):
 
 
 def test_rows_that_fit_a_forward_go_together():
-    assert [rows for rows, _ in _groups([(0, 511)] * 16, DEFAULT_CHUNK["cuda"])] == [slice(0, 16)]
+    def groups(spans, chunk, free):
+        return [(rows.start, rows.stop, *span) for rows, span in _groups(spans, chunk, free)]
+
+    assert groups([(0, 511)] * 16, DEFAULT_CHUNK["cuda"], 0) == [(0, 16, 0, 511)]
     spans = [(0, 20), (0, 20), (0, 20), (0, 21), (5, 21), (5, 21)]
-    assert [(rows.start, rows.stop) for rows, _ in _groups(spans, 40)] == [(0, 2), (2, 3), (3, 4), (4, 6)]
+    assert groups(spans, 40, 0) == [(0, 2, 0, 20), (2, 3, 0, 20), (3, 4, 0, 21), (4, 6, 5, 21)]
+    # rows of other lengths as far as their tokens, and those behind their ends, are free
+    assert groups(spans, 40, 42) == [(0, 2, 0, 20), (2, 4, 0, 21), (4, 6, 5, 21)]
+    assert groups(spans, 100, 84) == [(0, 4, 0, 21), (4, 6, 5, 21)]
+    assert groups([(0, 3), (0, 90), (0, 4), (0, 0), (0, 2)], 100, 60) == [(0, 1, 0, 3), (1, 2, 0, 90), (2, 5, 0, 4)]
+
+
+def test_short_rows_of_other_lengths_go_together(pair, monkeypatch):
+    """The same keys, values and texts in fewer forwards."""
+    prompts = random_prompts([40, 33, 14, 101, 2, 1, 60, 61])
+    alone = [plain(pair.target, prompt) for prompt in prompts]
+    forwards = []
+    with pair.target.model.register_forward_pre_hook(lambda *_: forwards.append(1)):
+        prefilled(pair.target, prompts)
+        assert len(forwards) == 7  # none for the row of one token
+        monkeypatch.setitem(FREE_TOKENS, "cpu", 130)
+        forwards.clear()
+        cache = prefilled(pair.target, prompts)
+        assert len(forwards) == 4  # 40 + 33 + 14, 101, 2 + 1, 60 + 61
+    assert_as_stock(pair.target, prompts, cache, 1e-5)
+    rows, _ = dustin(pair.target, pair.S, prompts)
+    assert [row[: len(expected)] for row, expected in zip(rows, alone)] == alone  # pads after an end
