@@ -173,7 +173,7 @@ class ModelProposer(Proposer):
             blocks.append({layer: q[:, -1:] for layer, q in attention.queries.items()})
             here = None if at.columns is None else [column + i for column in at.columns]
             logits = self.in_target_vocabulary(logits)
-            scores = process_block(self.processors, sequences, here, self.limit, logits)[:, 0]
+            scores = process_block(self.processors, sequences, first + i, here, self.limit, logits)[:, 0]
             if self.do_sample:
                 probs.append(scores.float().softmax(-1))
                 ids = torch.multinomial(probs[-1], 1)

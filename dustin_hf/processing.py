@@ -1,6 +1,8 @@
 """Logits processors over a block of positions, each position seeing exactly the prefix that stock generate shows it."""
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from transformers.generation import logits_process as stock
@@ -41,13 +43,14 @@ def for_drafts(processors: stock.LogitsProcessorList) -> stock.LogitsProcessorLi
 
 
 def needs_prefix(processors: stock.LogitsProcessorList) -> bool:
-    """Whether any processor looks at the tokens before the position."""
-    return any(type(p) not in PREFIX_FREE for p in processors)
+    """Whether any processor has to be called for each position, with the tokens before it."""
+    return any(type(p) not in PREFIX_FREE and _over_blocks(p) is None for p in processors)
 
 
 def process_block(
     processors: stock.LogitsProcessorList,
     sequences: torch.Tensor,
+    first: torch.Tensor,
     columns: list[int] | None,
     limit: int,
     logits: torch.Tensor,
@@ -60,7 +63,8 @@ def process_block(
     Args:
         processors: as prepared by `generate`.
         sequences: left-padded tokens with the drafts in place, `[B, >= max(columns) + L - 1]`.
-        columns: first free column of each row, at least `limit` for rows that need nothing more; only read where
+        first: first free column of each row, `[B]`.
+        columns: the same on the host, at least `limit` for rows that need nothing more; only read where
             `needs_prefix(processors)`.
         limit: column at which rows end; no processor is shown that many tokens, as in stock.
         logits: `[B, L, V]`.
@@ -76,15 +80,19 @@ def process_block(
         if type(processor) in PREFIX_FREE:
             scores = processor(None, scores.view(-1, vocabulary)).view(batch, block, vocabulary)
             continue
+        over_block = _over_blocks(processor)
+        if over_block is not None:
+            scores = over_block(processor, sequences, first, scores)
+            continue
         assert columns is not None
         if type(processor) is stock.PrefixConstrainedLogitsProcessor:
             scores = _constrain(processor, sequences, columns, limit, scores)
             continue
-        first = torch.tensor(columns, device=logits.device)
+        begins = torch.tensor(columns, device=logits.device)
         rows = torch.arange(batch, device=logits.device)
         result = scores.clone()
         for column in sorted({c + i for c in columns for i in range(block) if c + i < limit}):
-            at = column - first  # [B], outside 0 .. block - 1 for rows that are elsewhere
+            at = column - begins  # [B], outside 0 .. block - 1 for rows that are elsewhere
             here = (at >= 0) & (at < block)
             position = at.clamp(0, block - 1)
             processed = processor(sequences[:, :column], scores[rows, position])
@@ -114,3 +122,59 @@ def _constrain(
 
 def _answer(allowed: list[int], batch_id: int, text: torch.Tensor) -> list[int]:
     return allowed
+
+
+def _repetition_penalty(
+    processor: Any, sequences: torch.Tensor, first: torch.Tensor, scores: torch.Tensor
+) -> torch.Tensor:
+    batch, block, vocabulary = scores.shape
+    skipped = processor.prompt_ignore_length or 0
+    # one place more than tokens, for those that do not count
+    seen = scores.new_zeros(batch, vocabulary + 1, dtype=torch.bool)
+
+    def see(tokens: torch.Tensor, columns: torch.Tensor, before: torch.Tensor) -> None:
+        counts = (columns >= skipped) & (columns < before)
+        seen.scatter_(1, torch.where(counts, tokens, vocabulary).clamp(max=vocabulary), True)
+
+    see(sequences, torch.arange(sequences.shape[1], device=sequences.device), first[:, None])
+    found = []
+    for i in range(block):
+        here = scores[:, i]
+        penalised = torch.where(here < 0, here * processor.penalty, here / processor.penalty)
+        found.append(torch.where(seen[:, :vocabulary], penalised, here))
+        column = (first[:, None] + i).clamp(max=sequences.shape[1] - 1)
+        see(sequences.gather(1, column), column, column + 1)
+    return torch.stack(found, dim=1)
+
+
+def _no_end_before(length: int, ends: torch.Tensor, first: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """Scores in which no end can be chosen in columns before `length`."""
+    ending = torch.zeros(scores.shape[2], dtype=torch.bool, device=scores.device)
+    ending.index_fill_(0, ends.to(scores.device), True)
+    early = first[:, None] + torch.arange(scores.shape[1], device=first.device) < length
+    return scores.masked_fill(early[..., None] & ending, float("-inf"))
+
+
+def _min_length(processor: Any, sequences: torch.Tensor, first: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    return _no_end_before(processor.min_length, processor.eos_token_id, first, scores)
+
+
+def _min_new_tokens(processor: Any, sequences: torch.Tensor, first: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    length = processor.prompt_length_to_skip + processor.min_new_tokens
+    return _no_end_before(length, processor.eos_token_id, first, scores)
+
+
+# Stock processors that see the text, written for a whole block: nothing of it has to come to the host, so that a step
+# with them is captured whole. A repetition penalty is in the generation config of every Qwen2.5 chat model.
+_OVER_BLOCKS: dict[type, Callable[[Any, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    stock.RepetitionPenaltyLogitsProcessor: _repetition_penalty,
+    stock.MinLengthLogitsProcessor: _min_length,
+    stock.MinNewTokensLengthLogitsProcessor: _min_new_tokens,
+}
+
+
+def _over_blocks(processor: Any) -> Callable[[Any, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None:
+    """What stands for a processor over a block; None if it has to be called itself."""
+    if isinstance(getattr(processor, "prompt_ignore_length", None), torch.Tensor):  # one for each row
+        return None
+    return _OVER_BLOCKS.get(type(processor))

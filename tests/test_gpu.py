@@ -98,7 +98,7 @@ def test_graph_samples(pair):
 
 def test_forwards_are_captured_where_the_host_has_a_say(pair):
     target, draft = on(pair.target, "cuda"), on(pair.M, "cuda")
-    options = {"repetition_penalty": 1.3, "max_new_tokens": 40}
+    options = {"no_repeat_ngram_size": 3, "max_new_tokens": 40}
     expected, _ = run(target, draft, "cuda", cache_config={"budget": 24, "backend": "eager"}, **options)
     rows, out = run(target, draft, "cuda", cache_config={"budget": 24}, **options)
     assert rows == expected and "processors look at the text" in out.stats.backend_reason
@@ -108,6 +108,22 @@ def test_forwards_are_captured_where_the_host_has_a_say(pair):
     )
     assert rows == expected and "collected" in out.stats.backend_reason
     assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(out.scores, eager.scores))
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_stock_processors_of_the_text_are_captured(pair, sampled):
+    """As the generation config of a Qwen2.5 chat model has them."""
+    target, draft = on(pair.target, "cuda"), on(pair.M, "cuda")
+    options = {"repetition_penalty": 1.3, "min_new_tokens": 30, "max_new_tokens": 40, "eos_token_id": [7, 20, 33]}
+    options |= {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.8} if sampled else {}
+    results = []
+    for backend in ("eager", "graph", "graph"):
+        torch.manual_seed(0)
+        rows, out = run(target, draft, "cuda", cache_config={"budget": 24, "backend": backend}, **options)
+        results.append(rows)
+    assert "one CUDA graph a step" in out.stats.backend_reason
+    assert results[1] == results[2] and (sampled or results[0] == results[1])
+    assert all(not {7, 20, 33} & set(row[:30]) for row in rows)
 
 
 def test_what_cannot_be_captured(pair):

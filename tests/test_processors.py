@@ -3,9 +3,17 @@
 import pytest
 import torch
 from helpers import assert_rows_equal_plain, dustin
-from transformers import LogitsProcessor, LogitsProcessorList, MinNewTokensLengthLogitsProcessor
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+)
 
-from dustin_hf.processing import process_block
+from dustin_hf.processing import needs_prefix, process_block
 from dustin_hf.testing import left_pad, random_prompts
 
 PENALTIES = {
@@ -100,11 +108,50 @@ def test_explicit_minimum_length_processor_p13(pair):
 
 def test_no_processors_costs_nothing():
     logits = torch.randn(2, 3, 8)
-    assert process_block(LogitsProcessorList(), torch.zeros(2, 9), None, 9, logits) is logits
+    assert process_block(LogitsProcessorList(), torch.zeros(2, 9), torch.tensor([4, 6]), None, 9, logits) is logits
 
 
 def test_processed_scores_leave_logits_alone():
     logits = torch.randn(2, 3, 8)
     before = logits.clone()
-    process_block(LogitsProcessorList([Recorder()]), torch.zeros(2, 9, dtype=torch.long), [4, 6], 9, logits)
+    process_block(
+        LogitsProcessorList([Recorder()]), torch.zeros(2, 9, dtype=torch.long), torch.tensor([4, 6]), [4, 6], 9, logits
+    )
     assert torch.equal(logits, before)
+
+
+class Penalty(RepetitionPenaltyLogitsProcessor):
+    """The user's own."""
+
+
+WHOLE = {
+    "repetition": RepetitionPenaltyLogitsProcessor(1.7),
+    "repetition, prompt left out": RepetitionPenaltyLogitsProcessor(0.6, prompt_ignore_length=9),
+    "minimum": MinLengthLogitsProcessor(12, [2, 5]),
+    "minimum of new tokens": MinNewTokensLengthLogitsProcessor(8, 4, 2),
+}
+
+
+@pytest.mark.parametrize("processor", WHOLE.values(), ids=WHOLE)
+@pytest.mark.parametrize("block", [1, 5])
+def test_processors_over_a_block_equal_stock_at_every_position(processor, block):
+    """Bit for bit, with pads, tokens that repeat, and rows of different progress."""
+    generator = torch.Generator().manual_seed(0)
+    sequences = torch.randint(0, 20, (4, 24), generator=generator)
+    sequences[0, :6] = 0
+    first, logits = torch.tensor([8, 11, 15, 19]), torch.randn(4, block, 20, generator=generator)
+    processors = LogitsProcessorList([TemperatureLogitsWarper(0.7), processor, TopKLogitsWarper(9)])
+    assert not needs_prefix(processors)
+    found = process_block(processors, sequences, first, None, 30, logits)
+    for row in range(4):
+        for i in range(block):
+            prefix = sequences[row : row + 1, : first[row] + i]
+            assert torch.equal(found[row, i], processors(prefix, logits[row : row + 1, i])[0])
+
+
+def test_other_processors_are_called_themselves():
+    own = Penalty(1.5)
+    assert needs_prefix(LogitsProcessorList([own])) and needs_prefix(LogitsProcessorList([Recorder()]))
+    for_each_row = RepetitionPenaltyLogitsProcessor(1.5)
+    for_each_row.prompt_ignore_length = torch.tensor([3, 4])
+    assert needs_prefix(LogitsProcessorList([for_each_row]))
