@@ -149,8 +149,8 @@ def _repetition_penalty(
 
 def _no_end_before(length: int, ends: torch.Tensor, first: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
     """Scores in which no end can be chosen in columns before `length`."""
-    ending = torch.zeros(scores.shape[2], dtype=torch.bool, device=scores.device)
-    ending.index_fill_(0, ends.to(scores.device), True)
+    # an end may lie beyond the vocabulary, as in stock
+    ending = (torch.arange(scores.shape[2], device=scores.device)[:, None] == ends.to(scores.device)).any(1)
     early = first[:, None] + torch.arange(scores.shape[1], device=first.device) < length
     return scores.masked_fill(early[..., None] & ending, float("-inf"))
 

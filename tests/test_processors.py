@@ -127,7 +127,7 @@ class Penalty(RepetitionPenaltyLogitsProcessor):
 WHOLE = {
     "repetition": RepetitionPenaltyLogitsProcessor(1.7),
     "repetition, prompt left out": RepetitionPenaltyLogitsProcessor(0.6, prompt_ignore_length=9),
-    "minimum": MinLengthLogitsProcessor(12, [2, 5]),
+    "minimum": MinLengthLogitsProcessor(12, [2, 5, 99]),
     "minimum of new tokens": MinNewTokensLengthLogitsProcessor(8, 4, 2),
 }
 
