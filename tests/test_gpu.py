@@ -185,7 +185,7 @@ def test_memory_is_released_with_the_handle(pair):
 
 @pytest.mark.parametrize("whole", [True, False])
 def test_captured_again_after_the_last_graph_has_gone(pair, whole):
-    """A later call is captured too where the graphs of earlier ones had to go, as those of single forwards always do."""
+    """A later call is captured too where graphs of earlier ones had to go, as those of single forwards always do."""
     torch._C._cuda_clearCublasWorkspaces()  # so that one lies in the graphs' memory, and keeps it known to torch
     target, draft = on(pair.target, "cuda"), on(pair.M, "cuda")
     options = {"cache_config": {"budget": 24, "backend": "graph"}, "eos_token_id": None, "pad_token_id": 0}
