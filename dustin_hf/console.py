@@ -27,28 +27,28 @@ def needs(library: str) -> None:
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """What the user can mend is one line and exit status 1: wrong values, missing files and extras, full disks."""
+    """What the user can mend is one line and exit status 1: wrong values, missing files and extras, full disks,
+    models that are not supported.
+    """
     import typer
+
+    from dustin_hf.model_patches.families import UnsupportedModelError
 
     try:
         yield
-    except (FileNotFoundError, ValueError) as error:
-        said = str(error)
-        cause: Exception = error
-    except ModuleNotFoundError as error:
-        if error.name not in EXTRAS:
+    except Exception as error:
+        if isinstance(error, FileNotFoundError | ValueError | UnsupportedModelError):
+            said = str(error)
+        elif isinstance(error, ModuleNotFoundError) and error.name in EXTRAS:
+            said = f"this needs {error.name}: pip install 'dustin_hf[{EXTRAS[error.name]}]'"
+        elif isinstance(error, OSError):
+            said = str(error).splitlines()[0]
+        elif isinstance(error, RuntimeError) and isinstance(error.__cause__, OSError):  # a full disk, in words
+            said = str(error)
+        else:
             raise
-        said, cause = f"this needs {error.name}: pip install 'dustin_hf[{EXTRAS[error.name]}]'", error
-    except OSError as error:
-        said, cause = str(error).splitlines()[0], error
-    except RuntimeError as error:
-        if not isinstance(error.__cause__, OSError):  # a full disk, in words
-            raise
-        said, cause = str(error), error
-    else:
-        return
-    typer.echo(f"error: {said}", err=True)
-    raise typer.Exit(1) from cause
+        typer.echo(f"error: {said}", err=True)
+        raise typer.Exit(1) from error
 
 
 @contextmanager

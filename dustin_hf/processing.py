@@ -139,11 +139,12 @@ def _repetition_penalty(
     see(sequences, torch.arange(sequences.shape[1], device=sequences.device), first[:, None])
     found = []
     for i in range(block):
+        if i > 0:
+            column = (first[:, None] + i - 1).clamp(max=sequences.shape[1] - 1)
+            see(sequences.gather(1, column), column, column + 1)
         here = scores[:, i]
         penalised = torch.where(here < 0, here * processor.penalty, here / processor.penalty)
         found.append(torch.where(seen[:, :vocabulary], penalised, here))
-        column = (first[:, None] + i).clamp(max=sequences.shape[1] - 1)
-        see(sequences.gather(1, column), column, column + 1)
     return torch.stack(found, dim=1)
 
 

@@ -257,12 +257,14 @@ class DustinProfile:
         """Read a profile from a folder, a JSON file, or a Hub repository (`hub_kwargs` go to `hf_hub_download`).
 
         Raises:
+            FileNotFoundError: if a folder or JSON file is named that holds none, or is not there.
             ValueError: if the file is no profile of a known schema.
         """
-        path = Path(name_or_path)
-        if path.is_dir():
-            path = path / PROFILE_NAME
+        given = Path(name_or_path)
+        path = given / PROFILE_NAME if given.is_dir() else given
         if not path.is_file():
+            if given.is_dir() or given.suffix == ".json":  # the Hub would only be asked in vain
+                raise FileNotFoundError(f"`profile` {path} does not exist: name a finished study, a file or a Hub id")
             from huggingface_hub import hf_hub_download
 
             path = Path(hf_hub_download(str(name_or_path), PROFILE_NAME, **hub_kwargs))

@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 
 # Baselines that need more than the smallest budget: made once for the error, before models are loaded.
-DEMANDING = {"quest": QuestPolicy, "snapkv": SnapKVPolicy}
+DEMANDING: dict[str, Callable[[int], object]] = {"quest": partial(QuestPolicy, scale=1.0), "snapkv": SnapKVPolicy}
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,7 +63,7 @@ def test_quest_reads_the_pages_with_the_largest_shares_of_bounds():
             expected = [slot for page in sorted(best) for slot in range(page * 8, page * 8 + 8) if slot < length]
             assert [slot for slot in chosen[row, head].tolist() if slot >= 0] == expected
     with pytest.raises(ValueError, match="must hold a page of 16 slots for Quest, got 12"):
-        QuestPolicy(12)
+        QuestPolicy(12, 1.0)
 
 
 def test_the_oracle_reads_what_the_block_attends_to_most():

@@ -21,7 +21,7 @@ from dustin_hf.profile import DustinProfile
 from dustin_hf.selection import FullPolicy, HybridPolicy
 from dustin_hf.stats import Clock
 from dustin_hf.step import REPORT, speculative_step
-from dustin_hf.testing import noisy_copy, tiny_model
+from dustin_hf.testing import noisy_copy, random_prompts, tiny_model
 
 SOURCES = {"book": range(1000, 1410), "code": range(5000, 5300), "tiny": range(9000, 9040)}
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -255,7 +255,7 @@ def test_real_arms_write_what_stock_writes(ragged, monkeypatch):
 
 @pytest.mark.parametrize("name", ARMS)
 def test_what_an_arm_reads(name):
-    models, prompts = (tiny_model("qwen2"), tiny_model("qwen2", seed=1)), torch.randint(3, 160, (2, 65))
+    models, prompts = (tiny_model("qwen2"), tiny_model("qwen2", seed=1)), torch.tensor(random_prompts([65, 65]))
     profile = DustinProfile.default(*(model.config for model in models))
     caches = tuple(DustinCache(model.config.num_hidden_layers, 2, 90, "cpu") for model in models)
     with dustin_hf.enable(models[0]), block_attention(*models), torch.no_grad():

@@ -122,6 +122,21 @@ def test_profile_passes_on_what_it_was_given(folders, monkeypatch):
     assert result.exit_code == 1 and "error: the disk is full" in result.output
 
 
+def test_errors_are_one_line(folders, monkeypatch):
+    """Also for what is no ValueError: a model that is not supported, a folder or file without a profile."""
+    arguments = ["fidelity", *pair_of(folders), "--texts", folders / "texts", *COMMON]
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", None)  # nobody asks the Hub for what is a path
+    for profile in (folders / "texts", folders / "none.json"):
+        result = invoke(*arguments, "--profile", profile)
+        assert result.exit_code == 1 and "does not exist: name a finished study" in result.output
+    config = folders / "target" / "config.json"
+    other = {**json.loads(config.read_text()), "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}
+    config.write_text(json.dumps(other))
+    result = invoke(*arguments, "--context", 20, "--samples", 1)
+    assert result.exit_code == 1 and isinstance(result.exception, SystemExit), result.output
+    assert result.output.strip().splitlines()[-1].startswith("error: ")
+
+
 def test_missing_extra(folders, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     result = invoke("profile", *pair_of(folders), "--out", folders / "study")

@@ -23,7 +23,7 @@ class QuestPolicy(SelectionPolicy):
         dense_layers: first layers that read everything.
     """
 
-    def __init__(self, k: int, scale: float = 1.0, page: int = 16, dense_layers: int = 2):
+    def __init__(self, k: int, scale: float, page: int = 16, dense_layers: int = 2):
         if k < page:
             raise ValueError(f"`budget` must hold a page of {page} slots for Quest, got {k}")
         self.k, self.scale, self.page, self.dense_layers = k, scale, page, dense_layers
