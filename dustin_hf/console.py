@@ -27,9 +27,7 @@ def needs(library: str) -> None:
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """What the user can mend is one line and exit status 1: wrong values, missing files and extras, full disks,
-    models that are not supported.
-    """
+    """What the user can mend is one line and exit status 1: values, files, extras, full disks, unsupported models."""
     import typer
 
     from dustin_hf.model_patches.families import UnsupportedModelError
