@@ -12,8 +12,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 from typer.testing import CliRunner
 
-from dustin_hf import cli
-from dustin_hf.eval.efficiency import inputs, kernels, point_bench, record, tables, timing
+from dustin_hf import cli, tables
+from dustin_hf.eval.efficiency import inputs, kernels, point_bench, record, timing
 from dustin_hf.eval.efficiency.shapes import DRAFTS, SHAPES, Shape, pair_of
 
 # As the model cards and files on the Hub give them.
@@ -150,6 +150,10 @@ def test_table(monkeypatch, capsys):
     assert lines[3].endswith("  1.5") and lines[4].startswith("a  ") and lines[4].endswith("120.0")
     tables.show("title", columns, rows)
     assert "attention [B]" in capsys.readouterr().out
+    wide = [f"column {i}" for i in range(40)]  # read from a file, no column is cut, whatever the environment says
+    monkeypatch.setenv("COLUMNS", "80")
+    tables.show("title", wide, [wide])
+    assert capsys.readouterr().out.count("column 39") == 2
     monkeypatch.setattr(tables, "find_spec", lambda name: None)
     tables.show("title", columns, rows)
     assert capsys.readouterr().out == text + "\n\n"

@@ -66,7 +66,7 @@ def test_beyond_2_31_elements_p48():
 
 
 def test_variants_p51():
-    """P-51: lengths compile nothing new, storage sizes little, batch sizes a few variants."""
+    """P-51: lengths compile nothing new, storage sizes little, batch sizes a few variants; long blocks one."""
     from dustin_hf.kernels.split_attention import full_attention_kernel, sparse_attention_kernel
 
     def variants():
@@ -89,3 +89,9 @@ def test_variants_p51():
         for capacity in (448, 512, 576, 1088):
             run(batch, capacity, 100)
     assert variants() - before <= 24
+
+    k, start = torch.zeros(2, 2, 512, 64, dtype=torch.bfloat16, device="cuda"), torch.full((2,), 100, device="cuda")
+    before = variants()
+    for new in range(65, 100):  # offline, answers and windows of any length are one block
+        full_attention(torch.zeros(2, new, 4, 64, dtype=torch.bfloat16, device="cuda"), k, k, start, 1.0)
+    assert variants() - before == 1

@@ -20,7 +20,14 @@ SHAPES = [  # new, q_heads, kv_heads, dim, starts
 ]
 
 
-@pytest.mark.parametrize("new, q_heads, kv_heads, dim, starts", SHAPES)
+@pytest.mark.parametrize(
+    "new, q_heads, kv_heads, dim, starts",
+    [
+        *SHAPES,
+        pytest.param(50, 12, 2, 8, (-3, 0, 19), id="L50-G6-in-three-parts"),
+        pytest.param(22, 6, 1, 8, (40,), id="L22-G6-in-two-parts"),
+    ],
+)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_full_attention(ops, new, q_heads, kv_heads, dim, starts, dtype):
     batch, start = len(starts), torch.tensor(starts)

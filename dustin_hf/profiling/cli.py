@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+from dustin_hf.tables import show
+
 if TYPE_CHECKING:
     from typer import Typer
 
@@ -198,21 +200,16 @@ def cut(
 
 def _report(result: Mapping[str, Any]) -> None:
     """Print means as a table."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table("mode", "budget", "agreement", "KL", "ARR", "ARR, committed", box=box.ROUNDED)
+    rows = []
     for row in result["results"]:
         figures = (
             "-" if row[name] is None else f"{row[name]:.4f}" for name in ("agreement", "kl", "arr", "arr_committed")
         )
-        table.add_row(row["mode"], "-" if row["budget"] is None else str(row["budget"]), *figures)
-    console = Console()
-    console.print(table)
+        rows.append((row["mode"], "-" if row["budget"] is None else str(row["budget"]), *figures))
+    show("Replay beside the full cache", ("mode", "budget", "agreement", "KL", "ARR", "ARR, committed"), rows)
     for over, found in result["pearson"].items():
         if found.get("arr") is not None:
-            console.print(f"Pearson correlation of KL and ARR over {over}: {found['arr']:.3f}")
+            print(f"Pearson correlation of KL and ARR over {over}: {found['arr']:.3f}")
 
 
 def _say_drawn(paths: Sequence[Path], folder: Path) -> None:

@@ -14,11 +14,11 @@ from dustin_hf.eval.efficiency.arms import ARMS, SINKS, Arm, Decode, SimulatedAc
 from dustin_hf.eval.efficiency.record import conditions
 from dustin_hf.eval.efficiency.shapes import Shape
 from dustin_hf.eval.efficiency.stock import STOCK_ARMS, stock_steps
-from dustin_hf.eval.efficiency.tables import show
 from dustin_hf.eval.efficiency.timing import check_cuda, copy_rate
 from dustin_hf.model_patches.attention import block_attention
 from dustin_hf.pool import Pool
 from dustin_hf.stats import StatsRecorder
+from dustin_hf.tables import show
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -11,8 +11,8 @@ from dustin_hf.eval.efficiency.inputs import SINKS, WINDOW, Point
 from dustin_hf.eval.efficiency.point_bench import PointBench
 from dustin_hf.eval.efficiency.record import conditions
 from dustin_hf.eval.efficiency.shapes import Shape, pair_of
-from dustin_hf.eval.efficiency.tables import show
 from dustin_hf.eval.efficiency.timing import check_cuda, copy_rate
+from dustin_hf.tables import show
 
 SHAPE_NAMES = ("qwen2.5-72b",)
 CONTEXTS = (8192, 16384, 32768)

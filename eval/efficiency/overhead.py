@@ -9,11 +9,11 @@ from dustin_hf.eval.baselines.quest import bounds_of, page_limits
 from dustin_hf.eval.efficiency.inputs import DRAFT_SCORE_LAYERS, SINKS, TARGET_SCORE_LAYERS, WINDOW, Layer, Point
 from dustin_hf.eval.efficiency.record import conditions
 from dustin_hf.eval.efficiency.shapes import Shape
-from dustin_hf.eval.efficiency.tables import show
 from dustin_hf.eval.efficiency.timing import check_cuda, copy_rate, time_graph
 from dustin_hf.kernels.full_attention import full_attention
 from dustin_hf.kernels.srh_score import srh_score
 from dustin_hf.kernels.topk_select import topk_select
+from dustin_hf.tables import show
 
 CONTEXTS = (4096, 8192, 16384, 32768, 65536)
 ESTIMATORS = ("hybrid", "target", "draft", "quest-16", "naive")

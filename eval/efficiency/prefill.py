@@ -14,9 +14,9 @@ from dustin_hf.cache import DustinCache
 from dustin_hf.eval.efficiency.decode import random_model
 from dustin_hf.eval.efficiency.record import conditions
 from dustin_hf.eval.efficiency.shapes import Shape
-from dustin_hf.eval.efficiency.tables import show
 from dustin_hf.eval.efficiency.timing import check_cuda
 from dustin_hf.prefill import prefill
+from dustin_hf.tables import show
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

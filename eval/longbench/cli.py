@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+from dustin_hf.tables import show
+
 if TYPE_CHECKING:
     from typer import Typer
 
@@ -79,13 +81,9 @@ def tasks_of(names: Sequence[str]) -> list[str]:
 
 def report(found: Mapping[str, Mapping[str, Any]]) -> None:
     """Print scores as a table: a row for each method, a column for each group of tasks."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
     groups = list(dict.fromkeys(group for row in found.values() for group in row["groups"]))
-    table = Table("method", *groups, "mean of groups", "mean of tasks", box=box.ROUNDED)
+    rows = []
     for name, row in found.items():
         cells = [f"{row['groups'][group]:.2f}" if group in row["groups"] else "-" for group in groups]
-        table.add_row(name, *cells, f"{row['over_groups']:.2f}", f"{row['over_tasks']:.2f}")
-    Console().print(table)
+        rows.append((name, *cells, f"{row['over_groups']:.2f}", f"{row['over_tasks']:.2f}"))
+    show("LongBench scores, 0 to 100", ("method", *groups, "mean of groups", "mean of tasks"), rows)

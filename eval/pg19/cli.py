@@ -1,8 +1,10 @@
 """The command `dustin-hf pg19`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
+
+from dustin_hf.tables import show
 
 if TYPE_CHECKING:
     from typer import Typer
@@ -93,24 +95,18 @@ def add_commands(commands: "Typer") -> None:
 
 def report(result: Mapping[str, Any]) -> None:
     """Print both tables."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
 
     def budget_of(row: Mapping[str, Any]) -> str:
         return "-" if row["budget"] is None else str(row["budget"])
 
-    console = Console()
-    table = Table("mode", "budget", "perplexity", box=box.ROUNDED)
-    for row in result["perplexity"]:
-        table.add_row(row["mode"], budget_of(row), f"{row['perplexity']:.3f}")
-    console.print(table)
-    rows: Sequence[Mapping[str, Any]] = result.get("drift", ())
+    found = [(row["mode"], budget_of(row), f"{row['perplexity']:.3f}") for row in result["perplexity"]]
+    show("Perplexity of the books", ("mode", "budget", "perplexity"), found)
+    rows = []
+    for row in result.get("drift", ()):
+        for i, part in enumerate(row["parts"]):
+            first = (budget_of(row), f"{row['tau']:.2f}", f"{row['tokens_per_s']:.0f}") if i == 0 else ("", "", "")
+            figures = (f"{part[name]:.3f}" for name in ("agreement", "perplexity", "repeated"))
+            rows.append((*first, str(i + 1), *figures))
     if rows:
-        table = Table("budget", "tau", "tokens/s", "part", "agreement", "perplexity", "repeated", box=box.ROUNDED)
-        for row in rows:
-            for i, part in enumerate(row["parts"]):
-                first = (budget_of(row), f"{row['tau']:.2f}", f"{row['tokens_per_s']:.0f}") if i == 0 else ("", "", "")
-                figures = (f"{part[name]:.3f}" for name in ("agreement", "perplexity", "repeated"))
-                table.add_row(*first, str(i + 1), *figures)
-        console.print(table)
+        columns = ("budget", "tau", "tokens/s", "part", "agreement", "perplexity", "repeated")
+        show("Drift of free runs, by the full cache", columns, rows)

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+from dustin_hf.tables import show
+
 if TYPE_CHECKING:
     from typer import Typer
 
@@ -61,13 +63,10 @@ def add_commands(commands: "Typer") -> None:
 
 def report(found: Mapping[str, Mapping[str, Mapping[str, float]]]) -> None:
     """Print scores as a table: a row for each method and task, a column for each length."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
     lengths = list(dict.fromkeys(n for tasks in found.values() for cells in tasks.values() for n in cells))
-    table = Table("method", "task", *lengths, box=box.ROUNDED)
-    for name, tasks in found.items():
-        for task, cells in tasks.items():
-            table.add_row(name, task, *(f"{cells[n]:.1f}" if n in cells else "-" for n in lengths))
-    Console().print(table)
+    rows = [
+        (name, task, *(f"{cells[n]:.1f}" if n in cells else "-" for n in lengths))
+        for name, tasks in found.items()
+        for task, cells in tasks.items()
+    ]
+    show("RULER-style scores, 0 to 100", ("method", "task", *lengths), rows)

@@ -30,5 +30,5 @@ def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> N
         table.add_column(name, justify="right" if i else "left", no_wrap=True)
     for row in rows:
         table.add_row(*map(Text, row))  # as it is: no markup
-    # a pipe or file has no width that cells should be cut to
-    Console(width=None if sys.stdout.isatty() else 200).print(table)
+    # a pipe or file has no width that columns should be cut to, and lines are as long as the table needs
+    Console(width=None if sys.stdout.isatty() else 1000).print(table)
