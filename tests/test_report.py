@@ -118,6 +118,14 @@ def test_scores_in_the_papers_layout(runs, tmp_path):
         "-",
         "-",
         "45.20 (-0.80 ± 0.19)",  # of 500 samples, with a variance of 4 ** 2 within tasks and 1.36 between them
+        "45.20 (-0.80 ± 0.19)",
+    ]
+    leads = cells(out / "tables" / "accuracy-lead-big-7b.csv")
+    assert leads == [
+        ["Method", "Budget", "Avg.", "Avg. but synthetic"],
+        ["StreamingLLM", "512", "+19.20 ± 0.36", "+19.20 ± 0.36"],  # gaps of 15 (twice), 27, 9, 30: a deviation of 7.96
+        ["Quest*", "512", "+0.40 ± 0.10", "+0.40 ± 0.10"],
+        ["Oracle (upper bound)", "512", "-1.60 ± 0.04", "-1.60 ± 0.04"],
     ]
     by_task = cells(out / "tables" / "accuracy-tasks-big-7b.csv")
     assert by_task[0][2:] == [
@@ -142,7 +150,7 @@ def test_conditions_are_said(runs, tmp_path):
         "Measured on 2 x GPU 9 (driver 1.2, CUDA 13.0); torch 2.11.0, transformers 5.17.0, python 3.11.1, dustin_hf "
         "0.1.0; commit 0123456789ab, tracked files changed. Date: 2030-05-06. Command: `dustin-hf x --out y`.",
         "From `runs/full`, `runs/hybrid-128`, ",
-        "* Quest compresses neither layer 0 nor layer 1",
+        "* Quest reads all of layers 0 and 1",
         "(tables/accuracy-big-7b.csv)",
     ):
         assert said in text
@@ -272,7 +280,9 @@ def test_nothing_of_others_is_overwritten(runs, tmp_path, monkeypatch):
         write_report([runs], out)
     # another report in its place: what it does not have is gone
     write_report([runs / "hybrid-512"], out, force=True)
-    assert held.keys() - snapshot(out).keys() == {"tables/accuracy-drop-big-7b.md", "tables/accuracy-drop-big-7b.csv"}
+    assert held.keys() - snapshot(out).keys() == {
+        f"tables/accuracy-{name}-big-7b.{suffix}" for name in ("drop", "lead") for suffix in ("md", "csv")
+    }
     held = snapshot(out)
     with monkeypatch.context() as patch:
         patch.setitem(write_module.SECTIONS, "longbench", lambda sources: 1 / 0)
@@ -317,7 +327,7 @@ def test_the_command(runs, tmp_path):
         return CliRunner().invoke(cli.app(), ["report", *map(str, arguments)])
 
     result = invoke(runs, "--out", tmp_path / "out")
-    assert result.exit_code == 0 and "3 tables and 0 figures are in" in result.output
+    assert result.exit_code == 0 and "4 tables and 0 figures are in" in result.output
     result = invoke(runs, "--out", tmp_path / "out")
     assert result.exit_code == 1 and result.output.startswith("error: --out") and "pass --force" in result.output
     assert invoke(runs, runs / "full", "--out", tmp_path / "out", "--force").exit_code == 0
