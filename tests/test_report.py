@@ -120,6 +120,7 @@ def test_scores_in_the_papers_layout(runs, tmp_path):
         "45.20 (-0.80 ± 0.19)",  # of 500 samples, with a variance of 4 ** 2 within tasks and 1.36 between them
         "45.20 (-0.80 ± 0.19)",
     ]
+    assert drops[-2][:3] == ["Qwen2-7B, full cache +", "-", "39.04"] and drops[-1][3] == "37.54 (-3.24)"
     leads = cells(out / "tables" / "accuracy-lead-big-7b.csv")
     assert leads == [
         ["Method", "Budget", "Avg.", "Avg. but synthetic"],
