@@ -37,10 +37,14 @@ def one_line_errors() -> Iterator[None]:
     except Exception as error:
         if isinstance(error, FileNotFoundError | ValueError | UnsupportedModelError):
             said = str(error)
+        elif type(error).__name__ == "OutOfMemoryError":  # torch's, which is not imported for this
+            said = f"{str(error).splitlines()[0]} Lower --batch or --context"
+        elif type(error).__name__ == "SafetensorError":  # a file that is torn, of traces say
+            said = f"a .safetensors file cannot be read ({error}): remove it, it is made again"
         elif isinstance(error, ModuleNotFoundError) and error.name in EXTRAS:
             said = f"this needs {error.name}: pip install 'dustin_hf[{EXTRAS[error.name]}]'"
         elif isinstance(error, OSError):
-            said = str(error).splitlines()[0]
+            said = (str(error) or type(error).__name__).splitlines()[0]
         elif isinstance(error, RuntimeError) and isinstance(error.__cause__, OSError):  # a full disk, in words
             said = str(error)
         else:
@@ -90,10 +94,20 @@ def read_profile(name: str) -> Any:
 
 
 def the_device(given: str | None) -> str:
-    """The device that was asked for, else CUDA where there is one."""
+    """The device that was asked for, else CUDA where there is one.
+
+    Raises:
+        ValueError: on one that torch does not know, or that is not there.
+    """
     import torch
 
-    return given or ("cuda" if torch.cuda.is_available() else "cpu")
+    if given is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(0, device=given)
+    except (RuntimeError, AssertionError) as error:  # the latter of a torch without CUDA
+        raise ValueError(f"--device {given}: {str(error).splitlines()[0]}") from error
+    return given
 
 
 def command_line() -> str:

@@ -270,7 +270,7 @@ class DustinProfile:
             path = Path(hf_hub_download(str(name_or_path), PROFILE_NAME, **hub_kwargs))
         try:
             return cls(**json.loads(path.read_text(encoding="utf-8")))
-        except (TypeError, AttributeError, json.JSONDecodeError) as error:
+        except (TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"`profile` {path} is not a Dustin profile: {error}") from error
 
 

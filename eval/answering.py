@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -18,6 +19,7 @@ from dustin_hf.profile import DustinProfile
 from dustin_hf.profiling.traces import fingerprint
 from dustin_hf.selection import policy_names
 from dustin_hf.testing import left_pad
+from dustin_hf.validation import check_pair
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -73,11 +75,17 @@ class Settings:
         gamma: drafted tokens per step.
         batch_size: questions of a group that are decoded together, of about the same length.
         draft_cache: of `cache_config`.
+
+    Raises:
+        ValueError: on values that `cache_config` refuses.
     """
 
     gamma: int = 3
     batch_size: int = 1
     draft_cache: str = "auto"
+
+    def __post_init__(self) -> None:
+        DustinConfig(draft_cache=self.draft_cache)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +116,11 @@ class Group:
     questions: list[Question]
     arguments: dict[str, Any]
     ends: Collection[int]
+
+    def __post_init__(self) -> None:
+        twice = [name for name, count in Counter(question.id for question in self.questions).items() if count > 1]
+        if twice:
+            raise ValueError(f"`questions` must have different ids, got several of {twice[:5]}")
 
 
 def answer(
@@ -146,10 +159,12 @@ def answer(
         The folders, complete.
 
     Raises:
-        ValueError: on methods that are not different, a folder of another run, or a file in it that cannot be read.
+        ValueError: on methods that are not different, models that do not fit together, a folder of another run, or a
+            file in it that cannot be read.
     """
     if not methods or len({method.name for method in methods}) < len(methods):
         raise ValueError(f"`methods` must be different, and at least one, got {[method.name for method in methods]}")
+    check_pair(target, draft)
     configs = [model.config.get_text_config(decoder=True) for model in (target, draft)]
     profile = profile or DustinProfile.of_pair(*configs)
     profile.check_pair(*configs)

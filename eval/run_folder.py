@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from dustin_hf.eval.efficiency.record import conditions
-from dustin_hf.profiling.traces import write_file
+from dustin_hf.profiling.traces import differing, write_file
 
 CONFIG_NAME = "config.json"
 
@@ -27,18 +27,26 @@ class RunFolder:
 
     def __init__(self, path: Path, about: dict[str, Any]):
         self.path, self.about = path, json.loads(json.dumps(about))
-        config = path / CONFIG_NAME
-        if config.is_file():
-            held = json.loads(config.read_text(encoding="utf-8"))
-            different = [name for name in self.about if held.get(name) != self.about[name]]
-            if different:
-                raise ValueError(f"{path} holds a run with other {different}: use another folder, or remove it")
         self.lines = {task: self._read(task) for task in sorted(file.stem for file in path.glob("*.jsonl"))}
+        self.begun = any(self.lines.values())
+        # a run that ended before its first answer, for a wrong option say, is none
+        if self.begun and (different := differing(self._held(), self.about)):
+            raise ValueError(f"{path} holds a run with other {different}: use another folder, or remove it")
+
+    def _held(self) -> dict[str, Any]:
+        config = self.path / CONFIG_NAME
+        try:
+            held = json.loads(config.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return {}
+        except ValueError as error:
+            raise ValueError(f"{config} cannot be read ({error}): use another folder, or remove it") from error
+        return held if isinstance(held, dict) else {}
 
     def begin(self, command: str) -> None:
-        """Write down what is run, unless it is there."""
+        """Write down what is run, unless it has begun."""
         self.path.mkdir(parents=True, exist_ok=True)
-        if not (self.path / CONFIG_NAME).is_file():
+        if not self.begun:
             content = {**self.about, "conditions": conditions(command)}
             write_file(self.path / CONFIG_NAME, (json.dumps(content, indent=1) + "\n").encode())
 

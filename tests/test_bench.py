@@ -103,6 +103,10 @@ def test_save_never_overwrites_silently(tmp_path):
     record.save(path, {"a": 2}, force=True)
     assert json.loads(path.read_text()) == {"a": 2}
     assert [p.name for p in path.parent.iterdir()] == ["result.json"]
+    with pytest.raises(ValueError, match="new is a folder: name a file"):
+        record.check_free(path.parent, force=True)
+    with pytest.raises(ValueError, match="x.json cannot be made: .*result.json is a file"):
+        record.check_free(path / "deeper" / "x.json")
 
 
 def test_save_is_whole_or_not_at_all(tmp_path, monkeypatch):

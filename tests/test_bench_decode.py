@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -166,6 +167,8 @@ def test_figures():
     assert found["steady_tokens_per_s"] == (4 + 2 + 1 + 1) / 1.5 and found["steady_step_ms"] == 750.0
     assert found["tau"] == 18 / 7 and found["tau_per_row"] == [3.0, 2.25] and found["backend"] == "graph"
     assert found["tau_fresh"] == 3.0 and found["fresh_rows"] == 1 and found["repeated_per_row"] == [0.0, 0.5]
+    # stock's first steps allocate, and count in none of its figures
+    assert real.figures(replace(run, more={"steady_step_ms": 5.0}), [[1], [1]])["steady_step_ms"] == 5.0
     old = real.figures(real_arms.Run(1.0, 0.1, [1.0], [[9]], [[5] * 9], {}, {}), [[1]])
     assert old["tau_fresh"] is old["steady_tokens_per_s"] is None and old["fresh_rows"] == 0
 
@@ -343,4 +346,8 @@ def test_report_of_simulated_runs(capsys):
         "said",
     ):
         assert word in printed
+    # stock runs rows of one length, which are no measure for ragged ones
+    bare = [{name: x for name, x in row.items() if not name.startswith("over")} for row in (vanilla, row, vanilla)]
+    bare[2] |= {"arm": "hf", "ragged": False}
+    assert not any("over_hf" in row for row in decode.with_ratios(bare)[:2])
     assert "copied" not in printed and "prefill" not in printed and "hf, context 9000, batch 2: no" in printed

@@ -13,7 +13,7 @@ from dustin_hf.eval.fidelity import fidelity, replay
 from dustin_hf.eval.fidelity.measure import pearson
 from dustin_hf.eval.fidelity.policies import OraclePolicy, build_arms, mode_names
 from dustin_hf.selection import Selection, SelectionPolicy
-from dustin_hf.testing import random_prompts
+from dustin_hf.testing import random_prompts, tiny_model
 
 PROFILE = DustinProfile(target_heads={0: (3,), 1: (0, 2)}, draft_heads={0: (1, 2), 1: (0,)}, draft_share=0.5)
 SINKS, WINDOW = 2, 3
@@ -222,6 +222,8 @@ def test_errors(endless):
     ):
         with pytest.raises(ValueError, match=message):
             replay(target, draft, contexts, [], new_tokens=8, **options)
+    with pytest.raises(ValueError, match="do not share a tokenizer"):
+        replay(target, tiny_model(vocab_size=2000), [[5]], [], new_tokens=4)
     for options, message in (
         ({"modes": ["magic"]}, "`mode` must be of hybrid"),
         ({"budgets": [20]}, "`budget` must be at least"),

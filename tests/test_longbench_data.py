@@ -62,6 +62,7 @@ def test_limit_takes_the_first_and_reads_no_further(tmp_path):
         (lines(record("lcc", answers=[1])), "expected 'answers' and 'all_classes' to hold texts"),
         (lines(record("lcc", all_classes="City")), "expected 'all_classes' to be a list or null, got 'City'"),
         (lines({"input": "x"}), "expected 'context' to be a str, got None"),
+        (lines(record("lcc")), "'_id' '[^']*' is that of a sample before"),
         (lines(record("trec")), "expected 'dataset' to be 'lcc', as the file's name, got 'trec'"),
     ],
 )

@@ -102,7 +102,7 @@ def test_a_batch_that_was_written_in_part(pair, samples, tokenizer, tmp_path):  
     assert files_of(tmp_path) == whole
 
 
-def test_what_is_refused_and_what_stays(pair, samples, tokenizer, tmp_path):  # noqa: F811
+def test_what_is_refused_and_what_stays(pair, samples, tokenizer, tmp_path, monkeypatch):  # noqa: F811
     few = {"lcc": samples["lcc"][:1]}
     run_longbench(*pair, tokenizer, few, METHODS[:1], tmp_path)
     held = files_of(tmp_path)
@@ -114,7 +114,33 @@ def test_what_is_refused_and_what_stays(pair, samples, tokenizer, tmp_path):  # 
         run_longbench(*pair, tokenizer, few, METHODS[:1], tmp_path / "other", max_length=4090)
     with pytest.raises(ValueError, match="`methods` must be different"):
         run_longbench(*pair, tokenizer, few, METHODS[:1] * 2, tmp_path / "other")
+    with pytest.raises(ValueError, match="`draft_cache` must be"):
+        Settings(draft_cache="fulll")
+    with pytest.raises(ValueError, match="do not share a tokenizer"):
+        run_longbench(
+            pair[0],
+            tiny_model(vocab_size=2000, max_position_embeddings=4096),
+            tokenizer,
+            few,
+            METHODS[:1],
+            tmp_path / "other",
+        )
     assert files_of(tmp_path) == held and not (tmp_path / "other").exists()
+    # the same weights by another name are the same run
+    with monkeypatch.context() as patch:
+        patch.setattr(pair[0].config, "_name_or_path", "/somewhere/else")
+        run_longbench(*pair, tokenizer, few, METHODS[:1], tmp_path)
+    assert files_of(tmp_path) == held
+    # a run that ended before its first answer is none
+    unborn = tmp_path / "unborn" / "full"
+    unborn.mkdir(parents=True)
+    (unborn / "config.json").write_text(json.dumps({"settings": "others"}))
+    run_longbench(*pair, tokenizer, few, METHODS[:1], unborn.parent)
+    assert json.loads((unborn / "config.json").read_text())["settings"] == asdict(Settings())
+    for torn, message in (("{", "config.json cannot be read"), ("[]", "holds a run with other")):
+        (unborn / "config.json").write_text(torn)
+        with pytest.raises(ValueError, match=message):
+            run_longbench(*pair, tokenizer, few, METHODS[:1], unborn.parent)
     path = tmp_path / "full" / "lcc.jsonl"
     path.write_bytes(b"{no json}\n" + path.read_bytes())
     with pytest.raises(ValueError, match=r"lcc.jsonl, line 1 cannot be read \(JSONDecodeError"):

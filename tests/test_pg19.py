@@ -121,3 +121,16 @@ def test_the_command(folders, monkeypatch):  # noqa: F811
     assert len(held["perplexity"]) == 5 and len(held["drift"]) == 2 and held["settings"]["context"] == 40
     again = CliRunner().invoke(cli.app(), [str(argument) for argument in arguments])
     assert again.exit_code == 1 and "exists" in again.output
+
+    def interrupted(*arguments):
+        assert arguments[6] == 3  # a window of 4 tokens: three drafts and the target's own
+        raise KeyboardInterrupt
+
+    # an interruption costs the drift, not the perplexity
+    monkeypatch.setattr(drift_module, "drift", interrupted)
+    CliRunner().invoke(cli.app(), [str(argument) for argument in (*arguments, "--force")])
+    kept = json.loads(out.read_text())
+    assert kept["perplexity"] == held["perplexity"] and "drift" not in kept
+    # both models have 512 positions
+    result = CliRunner().invoke(cli.app(), [str(argument) for argument in (*arguments, "--force", "--drift", 500)])
+    assert result.exit_code == 1 and "make 540 positions, the target's limit is 512" in result.output

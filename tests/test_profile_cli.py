@@ -3,13 +3,19 @@
 import json
 
 import pytest
+import torch
+from safetensors import SafetensorError
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+from typer import Exit
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from dustin_hf import cli
+from dustin_hf.console import one_line_errors
 from dustin_hf.profiling.cli import cut
 from dustin_hf.testing import tiny_model
+from dustin_hf.texts import read_texts
 
 WORDS = "a the cat dog sat ran on under mat tree and saw it then".split()
 COMMON = ["--device", "cpu"]
@@ -122,7 +128,7 @@ def test_profile_passes_on_what_it_was_given(folders, monkeypatch):
     assert result.exit_code == 1 and "error: the disk is full" in result.output
 
 
-def test_errors_are_one_line(folders, monkeypatch):
+def test_errors_are_one_line(folders, monkeypatch, capsys):
     """Also for what is no ValueError: a model that is not supported, a folder or file without a profile."""
     arguments = ["fidelity", *pair_of(folders), "--texts", folders / "texts", *COMMON]
     monkeypatch.setattr("huggingface_hub.hf_hub_download", None)  # nobody asks the Hub for what is a path
@@ -130,11 +136,37 @@ def test_errors_are_one_line(folders, monkeypatch):
         result = invoke(*arguments, "--profile", profile)
         assert result.exit_code == 1 and "does not exist: name a finished study" in result.output
     config = folders / "target" / "config.json"
+    for device in ("nonsense", "cuda" if not torch.cuda.is_available() else "cuda:99"):
+        result = invoke(*arguments[:-2], "--context", 20, "--samples", 1, "--device", device)
+        assert result.exit_code == 1 and f"error: --device {device}: " in result.output, result.output
+        assert isinstance(result.exception, SystemExit) and result.output.count("error: ") == 1
+    for error, said in (
+        (torch.OutOfMemoryError("CUDA out of memory. Tried\nmore"), "CUDA out of memory. Tried Lower --batch"),
+        (SafetensorError("torn"), r"a .safetensors file cannot be read (torn)"),
+        (OSError(), "OSError"),
+    ):
+        with pytest.raises(Exit), one_line_errors():
+            raise error
+        assert f"error: {said}" in capsys.readouterr().err
+    weights = folders / "draft" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    result = invoke(*arguments, "--context", 20, "--samples", 1)
+    assert result.exit_code == 1 and f"error: --draft {folders / 'draft'}: " in result.output, result.output
     other = {**json.loads(config.read_text()), "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}
     config.write_text(json.dumps(other))
     result = invoke(*arguments, "--context", 20, "--samples", 1)
     assert result.exit_code == 1 and isinstance(result.exception, SystemExit), result.output
     assert result.output.strip().splitlines()[-1].startswith("error: ")
+
+
+def test_built_in_texts_hold_the_default_contexts():
+    """By a tokenizer of long tokens too."""
+    options = {option.name: option.default for option in get_command(cli.app()).commands["fidelity"].params}
+
+    def five_letters(given, **options):
+        return {"input_ids": [list(range(len(text) // 5)) for text in given]}
+
+    assert len(cut(read_texts(None), five_letters, options["context"], options["samples"])) == options["samples"]
 
 
 def test_missing_extra(folders, monkeypatch):

@@ -8,6 +8,7 @@ import pytest
 from test_profile_cli import made_up_fidelity, made_up_report
 from test_report import CONDITIONS, PROFILE, SCORES, cells, make_run
 
+from dustin_hf.eval.report.captions import heads
 from dustin_hf.eval.report.decoding import decode_sections
 from dustin_hf.eval.report.sources import Source, read_sources
 from dustin_hf.eval.report.write import write_report
@@ -90,6 +91,16 @@ def study():
         "draft": {"all": {"seed": 0.8}, "profile": {"seed": 1.0}},
     }
     return {**made_up_report(), **about, "searched": ["a", "c"], "profile": {**PROFILE, "metadata": metadata}}
+
+
+def test_profiles_in_words():
+    """A share for each budget; a profile with layer groups is what its groups are."""
+    assert heads(PROFILE) == "2 target heads of 1 layer, 3 draft heads of 2 layers, draft share 0.750"
+    tuned = {**PROFILE, "draft_shares": {"512": 0.8, "128": 0.7}}
+    assert heads(tuned).endswith("draft share 0.700 (k = 128) or 0.800 (k = 512)")
+    grouped = {**tuned, "layer_groups": [{"first_layer": 0, **PROFILE}, {"first_layer": 9, **tuned}]}
+    assert heads(grouped).startswith("2 layer groups: from layer 0 on 2 target heads of 1 layer, 3 draft heads")
+    assert "; from layer 9 on 2 target heads" in heads(grouped)
 
 
 def saved(folder, **contents):

@@ -129,6 +129,26 @@ def test_a_study_with_comparisons(study_pair, tokenizer, tmp_path):
     assert [len(heads) for _, heads in report["candidates"]["target"]] == [4, 4, 4, 4, 1, 1, 1, 2, 2, 2]
 
 
+def test_texts_of_which_a_half_is_shorter_than_a_needle(study_pair, tokenizer, tmp_path):
+    texts = {name: TEXTS[name][:110] for name in ("0.txt", "1.txt")}
+    options = {"budgets": (24,), "heads_per_layer": 4, "trials": 3, "compare": True}
+    run(study_pair, tokenizer, tmp_path, texts=texts, **options)
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert "prices" in report and report["stability"]["target"]["all"].keys() == {"seed", "count", "length 400"}
+
+
+def test_a_study_goes_on_wherever_its_models_lie(study_pair, tokenizer, tmp_path, monkeypatch):
+    texts = {name: TEXTS[name] for name in ("0.txt", "1.txt")}
+    first = run(study_pair, tokenizer, tmp_path, texts=texts, budgets=(24,), trials=3)
+    for model in study_pair:
+        monkeypatch.setattr(model.config, "_name_or_path", "/somewhere/else")
+    again = run(study_pair, tokenizer, tmp_path, texts=texts, budgets=(24,), trials=3)
+    assert again.draft_heads == first.draft_heads
+    (tmp_path / "search.json").write_text("{")
+    with pytest.raises(ValueError, match="search.json cannot be read .* remove it"):
+        run(study_pair, tokenizer, tmp_path, texts=texts, budgets=(24,), trials=3)
+
+
 def test_a_study_with_layer_groups(study_pair, tokenizer, tmp_path):
     texts = {f"{i}.txt": " ".join(random.Random(i).choices(WORDS, k=45 + i)) + "." for i in range(3)}
     profile = run(study_pair, tokenizer, tmp_path, texts=texts, budgets=(24,), trials=3, layer_groups=2)
@@ -177,6 +197,13 @@ def test_texts_that_cannot_be_used(study_pair, tokenizer, tmp_path):
 def test_what_is_missing_is_said_before_the_work(study_pair, tokenizer, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="do not share a tokenizer"):
         run((study_pair[0], tiny_model(vocab_size=2000)), tokenizer, tmp_path / "out")
+    for options, message in (
+        ({"budgets": (24, 4096)}, "a budget of 4096 keeps all of them and there is nothing to choose"),
+        ({"budgets": (6,)}, r"`budgets` must each be above sinks \+ window = 6"),
+        ({"new_tokens": 2}, "`new_tokens` must fill a window of 3, got 2"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run(study_pair, tokenizer, tmp_path / "out", **options)
     monkeypatch.setattr("dustin_hf.profiling.study.find_spec", lambda name: None)
     with pytest.raises(ModuleNotFoundError, match=r"profiling needs optuna: pip install 'dustin_hf\[search\]'"):
         run(study_pair, tokenizer, tmp_path / "out")

@@ -115,7 +115,7 @@ def add_commands(commands: "Typer") -> None:
                 "repeatable. Default: the first five."
             ),
         ] = None,
-        context: Annotated[int, typer.Option(min=1, help="Tokens of each context.")] = 2048,
+        context: Annotated[int, typer.Option(min=1, help="Tokens of each context.")] = 1024,
         whole: Annotated[
             bool, typer.Option("--whole", help="A text is one context, its middle cut to --context, not several.")
         ] = False,
@@ -131,7 +131,7 @@ def add_commands(commands: "Typer") -> None:
         """Replay continuations of the full cache under sparse verification: agreement, KL, attention recovery."""
         with one_line_errors():
             from dustin_hf.eval.efficiency.record import check_free, conditions, save
-            from dustin_hf.eval.efficiency.texts import load_pair
+            from dustin_hf.eval.efficiency.texts import load_pair, load_tokenizer
             from dustin_hf.eval.fidelity import measure
             from dustin_hf.eval.fidelity.policies import check_arms
             from dustin_hf.profiling.plots import plot_fidelity
@@ -147,8 +147,8 @@ def add_commands(commands: "Typer") -> None:
             check_arms(modes, budgets, measure.SINKS, measure.WINDOW)  # before models are loaded
             found_texts = read_texts(texts)
             loaded = None if profile is None else read_profile(profile)
-            first, second, tokenizer = load_pair(target, draft, the_device(device))
-            contexts = cut(found_texts, tokenizer, context, samples, whole)
+            contexts = cut(found_texts, load_tokenizer(target), context, samples, whole)
+            first, second, _ = load_pair(target, draft, the_device(device))
             with bars() as progress:
                 result = measure.fidelity(
                     first,
@@ -162,9 +162,9 @@ def add_commands(commands: "Typer") -> None:
                     batch_size=batch,
                     progress=progress,
                 )
+            _report(result)
             if out is not None:
                 save(out, {"conditions": conditions(command_line()), **result}, force)
-            _report(result)
             if plots is not None and out is not None:
                 _say_drawn(plot_fidelity(out, plots), plots)
 

@@ -278,6 +278,7 @@ def _storage(path: Path) -> Iterator[Any]:
     """Optuna's storage in a file, quiet, and closed in the end."""
     import optuna
     from sqlalchemy import event  # which Optuna's storage is made with
+    from sqlalchemy.exc import OperationalError
 
     verbosity = optuna.logging.get_verbosity()
     optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -291,6 +292,10 @@ def _storage(path: Path) -> Iterator[Any]:
     storage.engine.dispose()  # the connection that made the tables
     try:
         yield storage
+    except OperationalError as error:  # a full disk, above all
+        raise RuntimeError(
+            f"{path} cannot be written ({error.orig}): make room and give the command again, finished trials are kept"
+        ) from OSError(str(error.orig))
     finally:
         storage.remove_session()
         storage.engine.dispose()
@@ -304,8 +309,11 @@ class _State:
         self.path = path
         self.content: dict[str, Any] = {"about": about, "rounds": {}}
         if path.is_file():
-            self.content = json.loads(path.read_text())
-            different = [name for name in about if self.content["about"].get(name) != about[name]]
+            try:
+                self.content = json.loads(path.read_text())
+                different = [name for name in about if self.content["about"].get(name) != about[name]]
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise ValueError(f"{path} cannot be read ({error}): remove it, and the search begins anew") from error
             if different:
                 raise ValueError(f"{path} is of a search with other {different}: use another folder, or remove it")
 

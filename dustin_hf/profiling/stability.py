@@ -57,14 +57,17 @@ def stability(
 
     Returns:
         `all` (layers) and `profile` (its layers only), each with `haystacks` (two halves of the texts against each
-        other), `seed` (other facts and places), `count` (half the samples) and `length N` (those of one length alone),
-        the last three against the study's own heads; 0 to 1.
+        other, where both are long enough), `seed` (other facts and places), `count` (half the samples) and `length N`
+        (those of one length alone), the last three against the study's own heads; 0 to 1.
     """
     own, names = needles.samples(), sorted(needles.texts)
     sets = {"seed": needles.samples(seed=1), "count": own[::2]}
     sets |= {f"length {n}": [sample for sample in own if sample.length == n] for n in needles.lengths}
     pairs = {name: (own, other) for name, other in sets.items()}
-    pairs["haystacks"] = needles.samples(names[::2]), needles.samples(names[1::2])
+    try:
+        pairs["haystacks"] = needles.samples(names[::2]), needles.samples(names[1::2])
+    except ValueError:
+        pass  # half of the texts is shorter than a sample
     found: dict[str, dict[str, float]] = {"all": {}, "profile": {}}
     for name, pair in pairs.items():
         first, second = (needles.heads(samples, progress) for samples in pair)

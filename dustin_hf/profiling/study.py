@@ -29,6 +29,7 @@ from dustin_hf.profiling.traces import (
     TraceSettings,
     as_candidates,
     check_lengths,
+    differing,
     fingerprint,
     record,
     size_estimate,
@@ -207,6 +208,16 @@ def profile_pair(
     if not 1 <= groups <= depth:
         raise ValueError(f"`layer_groups` must be between 1 and the {depth} layers of the target, got {groups}")
     default = DustinProfile.default(*configs)
+    # what cannot be recorded or searched is said now, not after hours
+    settings.traces(as_candidates(default.target_heads), as_candidates(default.draft_heads))
+    settings.search(1, 1)
+    most = max(len(ids) for i, ids in enumerate(prompts.values()) if i % 4 != 1) + settings.new_tokens - gamma
+    if most <= max(budgets):
+        raise ValueError(
+            f"the longest text of the search and its continuation have {most} tokens before the last window, so a "
+            f"budget of {max(budgets)} keeps all of them and there is nothing to choose: give longer texts or smaller "
+            "`budgets`"
+        )
 
     out.mkdir(parents=True, exist_ok=True)
     began = _begin(out, command, settings, prompts, target, draft)
@@ -294,6 +305,7 @@ def profile_pair(
     if settings.compare:
         _keep(out, profile, report)  # there is more to wait for, but not for these
         report["prices"] = prices(traces, out / "prices", search_settings, searched, held_out, device, progress)
+        _keep(out, profile, report)
         report["stability"] = {
             name: stability(needles[name], list(heads), partial(progress, f"stability of {name} heads"))
             for name, heads in (("target", profile.target_heads), ("draft", profile.draft_heads))
@@ -332,9 +344,11 @@ def _begin(
     }
     path = out / STUDY_NAME
     if path.is_file():
-        held = json.loads(path.read_text())
-        different = [name for name in about if held.get(name) != about[name]]
-        if different:
+        try:
+            held = dict(json.loads(path.read_text()))
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{path} cannot be read ({error}): use another folder, or remove it") from error
+        if different := differing(held, about):
             raise ValueError(f"{out} is the folder of a study with other {different}: use another, or remove it")
     else:
         held = {**about, "conditions": conditions(command)}

@@ -158,9 +158,10 @@ def record(
         "samples": [f"{i:04d}-{_digest(ids)}.safetensors" for i, ids in enumerate(prompts)],
     }
     held = _read_index(folder)
-    if held is not None and held != index:
-        different = [name for name in index if held.get(name) != index[name]]
-        raise ValueError(f"{folder} holds traces of other {different}: use another folder, or remove this one")
+    if held is not None:
+        if different := differing(held, index):
+            raise ValueError(f"{folder} holds traces of other {different}: use another folder, or remove this one")
+        index = held
     todo = [i for i, name in enumerate(index["samples"]) if not (folder / name).is_file()]
     wanted = size_estimate(target, [len(prompts[i]) for i in todo], settings)
     with _said_when_full(folder, wanted):
@@ -224,6 +225,18 @@ def fingerprint(model: "PreTrainedModel") -> dict[str, str]:
         "hash": config_hash(config),
         "weights": digest.hexdigest()[:16],
     }
+
+
+def differing(held: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
+    """Names whose values are not the same, whatever models are called: one is known by its shape and weights."""
+    return [name for name in own if nameless(held.get(name)) != nameless(own[name])]
+
+
+def nameless(value: Any) -> Any:
+    """`value` without the names in its fingerprints."""
+    if isinstance(value, Mapping):
+        return {key: nameless(x) for key, x in value.items() if not (key == "id" and "weights" in value)}
+    return [nameless(x) for x in value] if isinstance(value, list) else value
 
 
 def write_file(path: Path, content: bytes) -> None:

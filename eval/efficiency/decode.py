@@ -203,7 +203,7 @@ def with_ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 other
                 for other in rows
                 if other["arm"] == base
-                and all(other[key] == row[key] for key in ("context", "batch"))
+                and all(other[key] == row[key] for key in ("context", "batch", "ragged"))
                 and other.get("tokens_per_s")
             ]
             if same and row.get("tokens_per_s"):

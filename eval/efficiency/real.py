@@ -34,8 +34,8 @@ NOTES = (
     "steady: from the second step to the last in which all rows were active, by the host's clock. phases_s: by events.",
     "copied, repeated: shares of the new 8-grams that the row's prompt, or its own output before, holds; fresh rows "
     f"have less than {FRESH} of both. tau: tokens committed per step, the target's own included. No token ends a text.",
-    f"hf: stock `generate`, dynamic cache, own prefill, {HF_TOKENS} tokens at most: tokens_per_s and step_ms are by "
-    "the median of the later half of its steps. prefill_s: a single run.",
+    f"hf: stock `generate`, dynamic cache, own prefill, {HF_TOKENS} tokens at most: all its figures are by the "
+    "median of the later half of its steps. prefill_s: a single run.",
     "floor_ms: bytes of a step at the length of the prompts, 4 target and 12 draft heads scored, over the copy rate of "
     "this run; floor_share: over steady_step_ms.",
 )
@@ -230,13 +230,12 @@ def figures(run: Run, prompts: list[list[int]]) -> dict[str, Any]:
         "copied_per_row": [copied for copied, _ in shares],
         "repeated_per_row": [repeated for _, repeated in shares],
         "phases_s": run.phases,
-        **run.more,
     }
     if together > 1:
         seconds = run.stamps[together - 1] - run.stamps[0]
         found["steady_step_ms"] = seconds / (together - 1) * 1e3
         found["steady_tokens_per_s"] = sum(sum(row[1:together]) for row in committed) / seconds
-    return found
+    return found | run.more
 
 
 def _tau(committed: list[list[int]]) -> float | None:

@@ -152,8 +152,9 @@ def stock(target: Any, prompts: list[list[int]], new_tokens: int) -> Run:
     out = target.generate(**inputs, max_new_tokens=new_tokens, do_sample=False, streamer=stamps)
     rows, times = out[:, inputs["input_ids"].shape[1] :].tolist(), stamps.times[1:]
     steps = [later - earlier for earlier, later in zip(times, times[1:])]
-    seconds = statistics.median(steps[len(steps) // 2 :]) * new_tokens  # the first ones allocate
-    return Run(seconds, times[0] - begin, times, [[1] * new_tokens for _ in rows], rows, {}, {})
+    step = statistics.median(steps[len(steps) // 2 :])  # the first ones allocate
+    more = {"steady_step_ms": step * 1e3, "steady_tokens_per_s": len(rows) / step}
+    return Run(step * new_tokens, times[0] - begin, times, [[1] * new_tokens for _ in rows], rows, {}, more)
 
 
 def now() -> float:

@@ -50,7 +50,12 @@ def conditions(command: str) -> dict[str, Any]:
 
 
 def check_free(path: str | Path, force: bool = False) -> None:
-    """Raise `ValueError` if `path` exists and may not be overwritten. Ask before measuring, not after."""
+    """Raise `ValueError` if no file can be written at `path`. Ask before measuring, not after."""
+    if Path(path).is_dir():
+        raise ValueError(f"--out {path} is a folder: name a file")
+    for parent in Path(path).parents:
+        if parent.exists() and not parent.is_dir():
+            raise ValueError(f"--out {path} cannot be made: {parent} is a file")
     if Path(path).exists() and not force:
         raise ValueError(f"--out {path} exists: choose another name, or pass --force to overwrite it")
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 import dustin_hf
@@ -34,7 +35,7 @@ def load_pair(target: str, draft: str, device: str = "cuda") -> tuple[Any, Any, 
         device: of both.
 
     Raises:
-        FileNotFoundError: if there is no such model.
+        FileNotFoundError: if there is no such model, or its file is torn.
     """
     dtype = torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32
     models = []
@@ -44,10 +45,22 @@ def load_pair(target: str, draft: str, device: str = "cuda") -> tuple[Any, Any, 
             options["quantization_config"] = GgufConfig(dequantize=True)
         try:
             model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **options)
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
             raise FileNotFoundError(f"{option} {name}: {str(error).splitlines()[0]}") from error
         models.append(model.to(device).eval())
-    return models[0], models[1], AutoTokenizer.from_pretrained(target, **_gguf(target, "tokenizer.json"))
+    return models[0], models[1], load_tokenizer(target)
+
+
+def load_tokenizer(target: str) -> Any:
+    """The target's tokenizer, which is loaded sooner than its weights.
+
+    Raises:
+        FileNotFoundError: if there is none.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(target, **_gguf(target, "tokenizer.json"))
+    except OSError as error:
+        raise FileNotFoundError(f"--target {target}: {str(error).splitlines()[0]}") from error
 
 
 def _gguf(name: str, unless: str) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from dustin_hf.profile import Heads
 from dustin_hf.profiling.rows import all_heads
 from dustin_hf.scoring import Queries
 from dustin_hf.selection import FullPolicy, Selection, SelectionPolicy, Signals
+from dustin_hf.validation import check_pair
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -94,7 +95,7 @@ def replay(
         The trajectory, and what came of each policy, in their order.
 
     Raises:
-        ValueError: on contexts that are empty or do not fit a model.
+        ValueError: on contexts that are empty or do not fit a model, or a draft of another tokenizer.
         UnsupportedModelError: if a model's architecture is not supported.
     """
     _check(target, draft, contexts, new_tokens, gamma)
@@ -114,6 +115,7 @@ def _check(
     new_tokens: int,
     gamma: int,
 ) -> None:
+    check_pair(target, draft)
     if not contexts or not all(len(ids) for ids in contexts):
         raise ValueError("`contexts` must be one or more rows of at least one token")
     if new_tokens < 1 or gamma < 1:

@@ -54,6 +54,7 @@ def add_commands(commands: "Typer") -> None:
             # before models are loaded
             samples = load_samples(tasks_of(task or ["en"]), data, limit)
             check_libraries(samples)
+            settings = Settings(gamma, batch, draft_cache)
             loaded = None if profile is None else read_profile(profile)
             models = load_pair(target, draft, the_device(device))
             with bars() as progress:
@@ -62,7 +63,7 @@ def add_commands(commands: "Typer") -> None:
                     samples,
                     methods,
                     out,
-                    Settings(gamma, batch, draft_cache),
+                    settings,
                     max_length,
                     loaded,
                     command_line(),

@@ -107,12 +107,15 @@ def _download() -> str:
 def _read(lines: Iterable[bytes], name: str, task: str, limit: int | None) -> list[Sample]:
     """Samples on the lines of an open file; bytes, since only a newline ends a line of JSON."""
     samples: list[Sample] = []
-    number = 0
+    number, ids = 0, set[str]()
     try:
         for line in lines:
             number += 1
             if line.strip():
                 samples.append(_sample(line, task))
+                if samples[-1].id in ids:  # one answer would be scored for both
+                    raise ValueError(f"'_id' {samples[-1].id!r} is that of a sample before")
+                ids.add(samples[-1].id)
             if len(samples) == limit:
                 break
     # ValueError: no UTF-8, no JSON or not these fields; the others: what holds the lines is damaged

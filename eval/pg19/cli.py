@@ -51,11 +51,11 @@ def add_commands(commands: "Typer") -> None:
 
         with one_line_errors():
             from dustin_hf.eval.efficiency.record import check_free, conditions, save
-            from dustin_hf.eval.efficiency.texts import load_pair
+            from dustin_hf.eval.efficiency.texts import load_pair, load_tokenizer
             from dustin_hf.eval.fidelity.measure import SINKS, WINDOW
             from dustin_hf.eval.fidelity.policies import check_arms
             from dustin_hf.eval.pg19.books import load_books, passages
-            from dustin_hf.eval.pg19.drift import drift
+            from dustin_hf.eval.pg19.drift import check_room, drift
             from dustin_hf.eval.pg19.perplexity import MODES, perplexity
             from dustin_hf.profile import DustinProfile
 
@@ -65,12 +65,15 @@ def add_commands(commands: "Typer") -> None:
             check_arms(modes, budgets, SINKS, WINDOW)  # before models are loaded
             books = load_books(texts)
             loaded = None if profile is None else read_profile(profile)
-            first, second, tokenizer = load_pair(target, draft, the_device(device))
+            tokenizer = load_tokenizer(target)
+            chosen = passages(books, tokenizer, context, new_tokens, samples)
+            stories = passages(books, tokenizer, context, 1, samples, story=True) if drift_tokens else []
+            first, second, _ = load_pair(target, draft, the_device(device))
+            if drift_tokens:
+                check_room(first, stories, drift_tokens)
             configs = [model.config.get_text_config(decoder=True) for model in (first, second)]
             used = loaded or DustinProfile.of_pair(*configs)
             used.check_pair(*configs)
-            chosen = passages(books, tokenizer, context, new_tokens, samples)
-            stories = passages(books, tokenizer, context, 1, samples, story=True) if drift_tokens else []
             with bars() as progress:
                 result: dict[str, Any] = {
                     "bench": "pg19",
@@ -86,11 +89,15 @@ def add_commands(commands: "Typer") -> None:
                     "passages": [passage.name for passage in chosen],
                     "perplexity": perplexity(first, second, chosen, used, budgets, modes, gamma, batch, progress),
                 }
+                if out is not None:
+                    save(out, result, force)  # there is more to wait for, but not for this
                 if drift_tokens:
-                    result["drift"] = drift(first, second, stories, used, budgets, drift_tokens, gamma, progress)
-            if out is not None:
-                save(out, result, force)
+                    # a window is the drafts and one token more
+                    drafted = max(1, gamma - 1)
+                    result["drift"] = drift(first, second, stories, used, budgets, drift_tokens, drafted, progress)
             report(result)
+            if out is not None:
+                save(out, result, force=True)
 
 
 def report(result: Mapping[str, Any]) -> None:

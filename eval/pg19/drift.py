@@ -45,7 +45,11 @@ def drift(
 
     Returns:
         For each budget (None: full cache) `tau`, `tokens_per_s` of decoding, and `parts`.
+
+    Raises:
+        ValueError: if an output would not fit the target's positions.
     """
+    check_room(target, chosen, new_tokens)
     rows: list[dict[str, Any]] = []
     options: list[dict[str, Any]] = [{"mode": "full"}, *({"budget": budget} for budget in budgets)]
     own = target.generation_config.eos_token_id
@@ -89,6 +93,17 @@ def drift(
     if progress is not None:
         progress("drift", len(options) * len(chosen), len(options) * len(chosen))
     return rows
+
+
+def check_room(target: "PreTrainedModel", chosen: Sequence[Passage], new_tokens: int) -> None:
+    """Raise `ValueError` unless the target has positions for every context and its output."""
+    limit = target.config.get_text_config(decoder=True).max_position_embeddings
+    longest = max(len(passage.context) for passage in chosen) + new_tokens
+    if longest > limit:
+        raise ValueError(
+            f"a context and its output make {longest} positions, the target's limit is {limit} "
+            "(max_position_embeddings): take shorter contexts (--context), or fewer new tokens (--drift)"
+        )
 
 
 @torch.no_grad()

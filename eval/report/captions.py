@@ -59,10 +59,19 @@ def notes(sources: Sequence[Source]) -> str:
 
 
 def heads(profile: Mapping[str, Any]) -> str:
-    """Which heads of a pair were scored, in numbers."""
+    """Which heads of a pair were scored, in numbers; of a profile with layer groups, in each of them."""
 
-    def count(name: str) -> str:
-        layers = profile[f"{name}_heads"]
+    def count(name: str, group: Mapping[str, Any]) -> str:
+        layers = group[f"{name}_heads"]
         return f"{sum(map(len, layers.values()))} {name} heads of {len(layers)} layer{'s' * (len(layers) > 1)}"
 
-    return f"{count('target')}, {count('draft')}, draft share {profile['draft_share']:.3f}"
+    def said(group: Mapping[str, Any]) -> str:
+        shares = {int(k): share for k, share in (group.get("draft_shares") or {}).items()}
+        by_budget = " or ".join(f"{share:.3f} (k = {k})" for k, share in sorted(shares.items()))
+        share = by_budget or f"{group['draft_share']:.3f}"
+        return f"{count('target', group)}, {count('draft', group)}, draft share {share}"
+
+    groups = profile.get("layer_groups") or ()
+    if not groups:
+        return said(profile)
+    return f"{len(groups)} layer groups: " + "; ".join(f"from layer {g['first_layer']} on {said(g)}" for g in groups)

@@ -43,20 +43,21 @@ def add_commands(commands: "Typer") -> None:
 
         with one_line_errors():
             from dustin_hf.eval.answering import Settings, methods_of
-            from dustin_hf.eval.efficiency.texts import load_pair
+            from dustin_hf.eval.efficiency.texts import load_pair, load_tokenizer
             from dustin_hf.eval.ruler import TASKS, ruler_samples
             from dustin_hf.eval.ruler.run import run_ruler
             from dustin_hf.eval.ruler.tasks import task_of
             from dustin_hf.texts import read_texts
 
             methods = methods_of(method or ["full", "hybrid"], budget or [512])
-            names = [task_of(name).name for name in task or TASKS]  # before models are loaded
-            haystack = read_texts(texts)
+            # before models are loaded
+            settings = Settings(gamma, batch, draft_cache)
+            names = list(dict.fromkeys(task_of(name).name for name in task or TASKS))
+            lengths = list(dict.fromkeys(length or [4096, 8192]))
+            made = ruler_samples(load_tokenizer(target), names, lengths, read_texts(texts), samples, chat=chat)
             loaded = None if profile is None else read_profile(profile)
             models = load_pair(target, draft, the_device(device))
-            made = ruler_samples(models[2], names, length or [4096, 8192], haystack, samples, chat=chat)
             with bars() as progress:
-                settings = Settings(gamma, batch, draft_cache)
                 found = run_ruler(*models, made, methods, out, settings, loaded, command_line(), progress)
             report(found)
 
