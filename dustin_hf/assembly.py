@@ -95,6 +95,10 @@ class Call:
         columns = torch.tensor(self.pads, device=sequences.device)[:, None] + slots
         cache.tokens = sequences.gather(1, columns.clamp(max=sequences.shape[1] - 1))
         if isinstance(proposer, ModelProposer) and proposer.cache is not cache:
+            # while its neighbours went on, a row that had ended fed its last two tokens again and again, under views
+            # that changed: what a next call finds must not depend on how often
+            own = proposer.cache
+            own.lengths = torch.minimum(own.lengths, (cache.lengths - 1).clamp(min=0).to(own.lengths.device))
             cache.draft, cache.draft_model = proposer.cache, weakref.ref(proposer.model)
 
     def abandon(self) -> None:
@@ -141,7 +145,9 @@ def assemble(
     pads = pads_of(input_ids, attention_mask)
     check_position_ids(position_ids, pads, input_ids.shape[1])
     config = DustinConfig.from_cache_config(generation_config.cache_config)
-    target_config, draft_config = (m.config.get_text_config(decoder=True) for m in (target, draft or target))
+    target_config, draft_config = (
+        model.config.get_text_config(decoder=True) for model in (target, target if draft is None else draft)
+    )
     profile = profile or DustinProfile.shipped(target_config, draft_config)
     if profile is None:
         logger.warning_once(  # type: ignore[attr-defined]  # transformers adds it
@@ -154,8 +160,9 @@ def assemble(
     if draft is not None:
         gamma = _resolve_gamma(num_assistant_tokens, config, profile, draft)
 
-    device, (batch, width), limit = input_device(target), input_ids.shape, generation_config.max_length
-    ending = Ending(stopping_criteria, generation_config._eos_token_tensor, limit)
+    device, (batch, width) = input_device(target), input_ids.shape
+    ending = Ending.of(stopping_criteria)
+    limit = ending.limit
     pad = generation_config._pad_token_tensor
     check_criteria(ending, batch, pad)
     capacity = limit - min(pads) + gamma + 1
@@ -165,6 +172,7 @@ def assemble(
     draft_cache = None
     if cache is not None:
         check_cache(cache, target_config, batch)
+        capacity = max(capacity, cache.capacity)  # both caches have the same slots
         if own_cache and cache.draft_model is not None and cache.draft_model() is draft:
             draft_cache = cache.draft
     continued = cache is not None
@@ -183,7 +191,7 @@ def assemble(
         check_capacity(needed, *models)
 
     pad_token_id = 0 if pad is None else int(pad)
-    sequences = input_ids.new_full((batch, limit + gamma + 1), pad_token_id, device=device)
+    sequences = torch.full((batch, limit + gamma + 1), pad_token_id, device=device)
     sequences[:, :width] = input_ids
     held, draft_held = [0] * batch, [0] * batch
     if continued:
@@ -213,6 +221,7 @@ def assemble(
             logits_processor,
             target_config.vocab_size,
             gamma,
+            limit,
         ),
         policy=policy,
         processors=logits_processor,
@@ -242,6 +251,7 @@ def _proposer(
     processors: "LogitsProcessorList",
     vocab_size: int,
     gamma: int,
+    limit: int,
 ) -> Proposer:
     """Prompt lookup without a draft; else the draft, over `draft_cache` or, without one, the target's `cache`."""
     do_sample = generation_config.do_sample
@@ -250,6 +260,11 @@ def _proposer(
         return PromptLookupProposer(cache, vocab_size=vocab_size, do_sample=do_sample, max_ngram=max_ngram)
     shared = draft_cache is None
     kind, size = config.draft_cache, config.budget
+    if kind == "sparse" and not heads:
+        raise ValueError(
+            "`draft_cache='sparse'` follows the draft's scores, which this policy does not make: use mode 'hybrid' or "
+            "'draft' with a `draft_share` above 0, or another draft cache"
+        )
     if kind == "auto":
         kind = "streaming" if shared else "sparse" if heads else "full"
     if kind == "sparse":  # what comes after the choice fills the budget: whole tiles for the kernels
@@ -262,7 +277,7 @@ def _proposer(
         processors=for_drafts(processors),
         do_sample=do_sample,
         heads=heads,
-        limit=generation_config.max_length,
+        limit=limit,
         kind=kind if config.budget < cache.capacity else "full",
         sinks=config.sinks,
         window=config.window,

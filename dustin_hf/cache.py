@@ -96,6 +96,9 @@ class DustinLayer(CacheLayerMixin):
             )
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        elif (self.keys.dtype, self.values.dtype) != (key_states.dtype, value_states.dtype):
+            # of an earlier call: another autocast, or the model was cast since
+            self.keys, self.values = self.keys.to(key_states.dtype), self.values.to(value_states.dtype)
         if shared.rows is None:
             kv_append(self.keys, self.values, key_states, value_states, shared.start_on(self.keys.device))
             return self.keys, self.values

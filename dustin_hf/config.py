@@ -62,7 +62,7 @@ class DustinConfig:
             raise ValueError(f"`draft_cache` must be one of {DRAFT_CACHES}, got {self.draft_cache!r}")
         if self.backend not in BACKENDS:
             raise ValueError(f"`backend` must be one of {BACKENDS}, got {self.backend!r}")
-        if self.draft_cache == "sparse" and self.mode not in ("hybrid", "draft"):
+        if self.draft_cache == "sparse" and self.mode in ("target", "full"):
             raise ValueError(
                 f"`draft_cache='sparse'` follows the draft's scores, which mode {self.mode!r} does not make: "
                 "use mode 'hybrid' or 'draft', or another draft cache"
@@ -71,12 +71,14 @@ class DustinConfig:
             raise ValueError(f"`mode` must be one of {policy_names()}, got {self.mode!r}")
 
     @classmethod
-    def from_cache_config(cls, cache_config: dict[str, Any] | None) -> "DustinConfig":
-        """Build from the `cache_config` of `generate`.
+    def from_cache_config(cls, cache_config: "dict[str, Any] | DustinConfig | None") -> "DustinConfig":
+        """Build from the `cache_config` of `generate`, which may be one of these already.
 
         Raises:
             ValueError: on keys that are not fields of this class (the message lists them), or values out of range.
         """
+        if isinstance(cache_config, DustinConfig):
+            return cache_config
         cache_config = {} if cache_config is None else dict(cache_config)
         known = [f.name for f in fields(cls)]
         unknown = sorted(set(cache_config) - set(known))

@@ -175,7 +175,8 @@ class ModelProposer(Proposer):
             logits = self.in_target_vocabulary(logits)
             scores = process_block(self.processors, sequences, first + i, here, self.limit, logits)[:, 0]
             if self.do_sample:
-                probs.append(scores.float().softmax(-1))
+                # where processors rule out all that the draft knows, any token is as good
+                probs.append(scores.float().softmax(-1).nan_to_num(1 / scores.shape[-1]))
                 ids = torch.multinomial(probs[-1], 1)
             else:
                 ids = scores.argmax(-1, keepdim=True)
@@ -265,6 +266,7 @@ class PromptLookupProposer(Proposer):
             source = torch.where(found, matches.long().argmax(1) + size, source)
         ahead = torch.arange(gamma, device=first.device)
         tokens = sequences[rows, (source[:, None] + ahead).clamp(max=sequences.shape[1] - 1)]
+        tokens = tokens.clamp(0, self.vocab_size - 1)  # where nothing was found they are pads, which may be no ids
         sequences[rows, first[:, None] + ahead] = tokens
         probs = torch.nn.functional.one_hot(tokens, self.vocab_size).float() if self.do_sample else None
         return Draft(tokens, probs, {}, (first - source).clamp(max=gamma))

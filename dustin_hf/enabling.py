@@ -1,6 +1,7 @@
 """enable and disable: put the mixin in front of a model's class, and take it away again."""
 
 import functools
+import os
 import threading
 from typing import TYPE_CHECKING, Any, Optional
 from weakref import WeakSet
@@ -8,16 +9,10 @@ from weakref import WeakSet
 from transformers import AttentionInterface
 from transformers.generation import configuration_utils
 from transformers.generation.utils import GenerationMixin
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.masking_utils import AttentionMaskInterface
 
 from dustin_hf.generation import CACHE_IMPLEMENTATION, DustinGenerationMixin, is_requested
-from dustin_hf.model_patches.attention import (
-    ATTENTION_NAME,
-    PREFILL_ATTENTION_NAME,
-    dustin_attention_forward,
-    prefill_attention_forward,
-    prefill_mask,
-)
+from dustin_hf.model_patches.attention import ATTENTION_NAME, dustin_attention_forward, dustin_mask
 from dustin_hf.model_patches.families import family_of
 from dustin_hf.pool import Pool
 from dustin_hf.profile import DustinProfile
@@ -56,7 +51,9 @@ class DustinHandle:
         self.remove()
 
 
-def enable(model: Optional["PreTrainedModel"] = None, *, profile: DustinProfile | str | None = None) -> DustinHandle:
+def enable(
+    model: Optional["PreTrainedModel"] = None, *, profile: "DustinProfile | str | os.PathLike[str] | None" = None
+) -> DustinHandle:
     """Make `generate(..., assistant_model=draft, cache_implementation="dustin")` work.
 
     The model keeps its weights, its forward and its class's name; only calls that ask for Dustin change. Enabling a
@@ -86,8 +83,8 @@ def enable(model: Optional["PreTrainedModel"] = None, *, profile: DustinProfile 
     if not isinstance(model, GenerationMixin) or config is None:
         raise ValueError(f"`model` must be a transformers model that can generate, got {type(model).__name__}")
     family_of(config.get_text_config(decoder=True))
-    if isinstance(profile, str):
-        profile = DustinProfile.from_pretrained(profile)
+    if isinstance(profile, str | os.PathLike):
+        profile = DustinProfile.from_pretrained(os.fspath(profile))
     elif profile is not None and not isinstance(profile, DustinProfile):
         raise ValueError(f"`profile` must be a DustinProfile, a path or a Hub id, got {type(profile).__name__}")
     handle = DustinHandle(model)
@@ -149,14 +146,10 @@ def _acquire_host() -> None:
     """What must be known to transformers while anything is enabled."""
     if _undo_host:
         return
-    for name, attention, mask in (
-        (ATTENTION_NAME, dustin_attention_forward, sdpa_mask),
-        (PREFILL_ATTENTION_NAME, prefill_attention_forward, prefill_mask),
-    ):
-        AttentionInterface.register(name, attention)
-        AttentionMaskInterface.register(name, mask)
-        for interface in (AttentionInterface, AttentionMaskInterface):
-            _undo_host.append(functools.partial(interface._global_mapping.pop, name, None))
+    AttentionInterface.register(ATTENTION_NAME, dustin_attention_forward)
+    AttentionMaskInterface.register(ATTENTION_NAME, dustin_mask)
+    for interface in (AttentionInterface, AttentionMaskInterface):
+        _undo_host.append(functools.partial(interface._global_mapping.pop, ATTENTION_NAME, None))
 
     names = configuration_utils.ALL_CACHE_IMPLEMENTATIONS
     _replace(configuration_utils, "ALL_CACHE_IMPLEMENTATIONS", (*names, CACHE_IMPLEMENTATION))

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 # Small projections of one input are bound by launches and are merged into one matrix, copied anew for every call so
 # that a change of the weights is seen; larger ones gain nothing (measured: a merged 7B gate and up).
 MERGE_BYTES = 52 * 2**20
+_NORMS = ("input_layernorm", "post_attention_layernorm")
+_OWN_MODULES = ("transformers.models.", "torch.nn.", "transformers.activations")
 _LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -42,8 +44,15 @@ def fusion_obstacle(model: "PreTrainedModel") -> str | None:
             return "projections are not plain linear layers"
         if any(linear.bias is not None for linear in found[3:]):
             return "projections other than queries, keys and values have a bias"
-    if type(model.get_output_embeddings()) is not nn.Linear or type(model.get_input_embeddings()) is not nn.Embedding:
+    head = model.get_output_embeddings()
+    if type(head) is not nn.Linear or head.bias is not None or type(model.get_input_embeddings()) is not nn.Embedding:
         return "embeddings are not plain"
+    foreign = next((type(m) for m in modules if not type(m).__module__.startswith(_OWN_MODULES)), None)
+    if foreign is not None:
+        return f"{foreign.__name__} is no module of transformers or torch"
+    norms = [decoder.norm, *(getattr(layer, name) for layer in decoder.layers for name in _NORMS)]
+    if not all(type(norm).__name__.endswith("RMSNorm") for norm in norms):
+        return "norms are not root mean square norms"
     if model.config.get_text_config(decoder=True).hidden_act != "silu":
         return "the activation is not silu"
     kinds = {(p.device, p.dtype) for p in parameters_of(model)}

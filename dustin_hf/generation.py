@@ -14,6 +14,7 @@ from dustin_hf.engine import choose_backend, run_steps
 from dustin_hf.pool import Pool
 from dustin_hf.profile import DustinProfile
 from dustin_hf.stats import GenerationStats, StatsRecorder
+from dustin_hf.streaming import BatchStreamer
 from dustin_hf.validation import check_inputs, check_mode, check_pair
 
 if TYPE_CHECKING:
@@ -102,6 +103,12 @@ class DustinGenerationMixin(_Model):
     def _assisted_decoding(self, input_ids, generation_config, **kwargs):
         if generation_config.cache_implementation != CACHE_IMPLEMENTATION:
             return super()._assisted_decoding(input_ids, generation_config=generation_config, **kwargs)
+        streamer = kwargs.get("streamer")
+        if streamer is not None and len(input_ids) > 1 and not isinstance(streamer, BatchStreamer):
+            raise ValueError(
+                f"a {type(streamer).__name__} takes one row, `input_ids` have {len(input_ids)}: rows of a batch grow "
+                "at different speeds with 'dustin', pass a `dustin_hf.BatchStreamer`"
+            )
         if self.training:
             logger.warning("The model is in training mode, where dropout changes its output: call model.eval() first.")
         call = assemble(
@@ -124,14 +131,14 @@ class DustinGenerationMixin(_Model):
         try:
             with recorder.clock.phase("prefill"):
                 call.prefill()
-            backend = run_steps(parts, state, call.gamma, recorder, backend, self._dustin_pool, kwargs.get("streamer"))
+            backend = run_steps(parts, state, call.gamma, recorder, backend, self._dustin_pool, streamer)
         except BaseException:
             call.abandon()
             raise
         call.keep()
 
         width = int(state.first.max())
-        sequences = state.sequences[:, :width].to(input_ids.device)
+        sequences = state.sequences[:, :width].to(input_ids.device).contiguous()
         if not generation_config.return_dict_in_generate:
             return sequences
         stats = recorder.finish(

@@ -54,6 +54,7 @@ def process_block(
     columns: list[int] | None,
     limit: int,
     logits: torch.Tensor,
+    ends: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Processed scores of every position of a block.
 
@@ -68,6 +69,7 @@ def process_block(
             `needs_prefix(processors)`.
         limit: column at which rows end; no processor is shown that many tokens, as in stock.
         logits: `[B, L, V]`.
+        ends: ids that end a row.
 
     Returns:
         `[B, L, V]`, float32 as in stock `generate` where there are processors; `logits` is left as it was.
@@ -86,7 +88,7 @@ def process_block(
             continue
         assert columns is not None
         if type(processor) is stock.PrefixConstrainedLogitsProcessor:
-            scores = _constrain(processor, sequences, columns, limit, scores)
+            scores = _constrain(processor, sequences, columns, limit, scores, ends)
             continue
         begins = torch.tensor(columns, device=logits.device)
         rows = torch.arange(batch, device=logits.device)
@@ -107,9 +109,14 @@ def _constrain(
     columns: list[int],
     limit: int,
     scores: torch.Tensor,
+    ends: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Apply a user's `prefix_allowed_tokens_fn`, which must never be asked about a text that its row does not have."""
+    """Apply a user's `prefix_allowed_tokens_fn`, which must never be asked about a text that its row cannot have.
+
+    Behind a draft that its own answer rules out, or that ends the row, positions stay as they are: none is kept.
+    """
     result = scores.clone()
+    stops = set() if ends is None else set(ends.tolist())
     for row, first in enumerate(columns):
         for position in range(min(scores.shape[1], limit - first)):
             prefix = sequences[row : row + 1, : first + position]
@@ -117,6 +124,9 @@ def _constrain(
             # stock masks; a processor of one row, whose answer is known, sees only this row's own text
             one_row = stock.PrefixConstrainedLogitsProcessor(functools.partial(_answer, allowed), num_beams=1)
             result[row, position] = one_row(prefix, scores[row : row + 1, position])[0]
+            following = int(sequences[row, first + position])
+            if following not in set(allowed) or following in stops:
+                break
     return result
 
 

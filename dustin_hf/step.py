@@ -119,7 +119,9 @@ def speculative_step(
         logits = parts.forward(cache, block, attention)
 
     with clock.phase("accept"):
-        scores = process_block(parts.processors, sequences, first, columns, parts.ending.limit, logits)
+        scores = process_block(
+            parts.processors, sequences, first, columns, parts.ending.limit, logits, parts.ending.eos
+        )
         tokens, accepted = parts.accept(scores, draft.tokens, draft.probs)
         kept = torch.where(state.finished, 0, torch.minimum(accepted, counts) + 1)
         index = torch.arange(gamma + 1, device=first.device)

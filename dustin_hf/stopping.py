@@ -18,6 +18,13 @@ class Ending:
         self.others = [c for c in criteria if type(c) not in (EosTokenCriteria, MaxLengthCriteria)]
         self.eos, self.limit = eos, limit
 
+    @classmethod
+    def of(cls, criteria: StoppingCriteriaList) -> "Ending":
+        """From criteria as stock `generate` prepares them: the user's own end ids and limits replace the defaults."""
+        ends = [c.eos_token_id for c in criteria if type(c) is EosTokenCriteria]
+        limit = min(c.max_length for c in criteria if type(c) is MaxLengthCriteria)
+        return cls(criteria, torch.cat([end.reshape(-1) for end in ends]) if ends else None, limit)
+
     def __call__(
         self,
         sequences: torch.Tensor,

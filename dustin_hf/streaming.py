@@ -1,5 +1,6 @@
 """Streamers for batches: stock's own take one row."""
 
+import unicodedata
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -28,8 +29,13 @@ class BatchStreamer(BaseStreamer):
         """Every row has ended. Does nothing unless overridden."""
 
 
+def _ends_a_piece(character: str) -> bool:
+    """Whether text up to this character will not change: after spaces, and in scripts that write none between words."""
+    return character.isspace() or unicodedata.east_asian_width(character) in "WF"
+
+
 class BatchTextStreamer(BatchStreamer):
-    """Hands each row's text to a function as it grows, whole words at a time.
+    """Hands each row's text to a function as it grows, whole words, lines or wide characters (Chinese, say) at a time.
 
     Args:
         tokenizer (`PreTrainedTokenizerBase`): decodes.
@@ -53,7 +59,8 @@ class BatchTextStreamer(BatchStreamer):
                 self.tokens[row] += new
                 text = self._text(row)
                 # the last word may still change: a character of several tokens, a space that a tokenizer adds
-                self._emit(row, text, text.rfind(" ") + 1)
+                ended = (i for i in range(len(text), self.printed[row], -1) if _ends_a_piece(text[i - 1]))
+                self._emit(row, text, next(ended, 0))
 
     def end(self) -> None:
         for row in range(len(self.tokens)):

@@ -100,7 +100,9 @@ def check_pair(target: "PreTrainedModel", draft: "PreTrainedModel | None") -> No
             continue
         config = model.config.get_text_config(decoder=True)
         family_of(config, name).check(config, name)
-    wanted, got = (m.config.get_text_config(decoder=True).vocab_size for m in (target, draft or target))
+    wanted, got = (
+        m.config.get_text_config(decoder=True).vocab_size for m in (target, target if draft is None else draft)
+    )
     if abs(wanted - got) >= MAX_VOCABULARY_PADDING:
         raise ValueError(
             f"`assistant_model` has a vocabulary of {got}, the model one of {wanted}: more than padding apart, so they "

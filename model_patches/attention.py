@@ -1,7 +1,8 @@
-"""The attention functions registered: "dustin" for draft and verify blocks, "dustin_prefill" for prompts."""
+"""The attention function registered, "dustin": blocks of drafts, prompts, and else exactly sdpa; who switches to it."""
 
+import threading
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn.attention import SDPBackend
 from torch.nn.attention.bias import causal_lower_right
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 from dustin_hf.kernels.full_attention import full_attention
 from dustin_hf.kernels.sparse_attention import sparse_attention
@@ -22,7 +24,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 ATTENTION_NAME = "dustin"
-PREFILL_ATTENTION_NAME = "dustin_prefill"
 # From so many queries on cuDNN's kernel, where SDPA prefers it, is worth the plan that it makes for each new shape
 # (about 30 ms); shorter chunks take the flash kernel, which needs none.
 LONG = 4096
@@ -94,29 +95,21 @@ def dustin_attention_forward(
     dustin: BlockAttention | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The attention function of a Dustin block; without a block, exactly `sdpa` (its mask function is sdpa's too)."""
+    """Attention of a block; in a prefill of this thread that of a chunk of some rows' prompts; else exactly `sdpa`.
+
+    So other calls may run beside a Dustin one: a model's configuration, which names this function then, is everybody's.
+    """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if dustin is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scale, **kwargs)
-    return dustin(module.layer_idx, query, key, value, scale), None
+    if dustin is not None:
+        return dustin(module.layer_idx, query, key, value, scale), None
+    if _this_thread.prefills:
+        return chunk_attention(query, key, value, scale).transpose(1, 2).contiguous(), None
+    return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
 
 
-def prefill_mask(*args: Any, **kwargs: Any) -> None:
-    """The mask function of "dustin_prefill": none is made, `prefill_attention_forward` knows what a chunk may see."""
-
-
-def prefill_attention_forward(
-    module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """The attention function of a chunk of some rows' prompts: the last query belongs to the last key."""
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return chunk_attention(query, key, value, scale).transpose(1, 2).contiguous(), None
+def dustin_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
+    """The mask function: sdpa's, but none in a prefill of this thread, where `chunk_attention` knows what is seen."""
+    return None if _this_thread.prefills else sdpa_mask(*args, **kwargs)
 
 
 def chunk_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
@@ -190,34 +183,66 @@ def merge(a: torch.Tensor, a_lse: torch.Tensor, b: torch.Tensor, b_lse: torch.Te
     return torch.lerp(a, b, share.to(a.dtype))
 
 
+class _ThisThread(threading.local):
+    prefills = 0  # how many prefills it is in
+
+
+_this_thread = _ThisThread()
+
+
 @contextmanager
 def block_attention(*models: "PreTrainedModel") -> Iterator[None]:
     """Switch models to the "dustin" attention function, and back to what the user chose whatever happens."""
-    with _switched(ATTENTION_NAME, models):
+    with _switched(models):
         yield
 
 
 @contextmanager
 def prefill_attention(model: "PreTrainedModel") -> Iterator[None]:
-    """Switch a model from sdpa to the "dustin_prefill" attention function, and back; other choices of the user stand.
+    """Attend to chunks without masks: switch a model from sdpa, and back; other choices of the user stand.
 
     Flash attention needs neither: transformers gives it no mask for rows without pads, and it aligns at the last key.
     """
-    # "dustin" without a block is sdpa as well
-    with _switched(PREFILL_ATTENTION_NAME, [model], instead_of=("sdpa", ATTENTION_NAME)):
-        yield
+    # "dustin" is sdpa as well where nothing else is asked for
+    with _switched([model], instead_of=("sdpa", ATTENTION_NAME)):
+        _this_thread.prefills += 1
+        try:
+            yield
+        finally:
+            _this_thread.prefills -= 1
+
+
+@dataclass
+class _Switch:
+    config: Any
+    chosen: str
+    users: int = 0
+
+
+_lock = threading.Lock()
+_switches: dict[int, _Switch] = {}
 
 
 @contextmanager
-def _switched(
-    name: str, models: Iterable["PreTrainedModel"], instead_of: tuple[str, ...] | None = None
-) -> Iterator[None]:
-    """Switch models to an attention function, those of them whose own is in `instead_of`."""
-    with ExitStack() as stack:
-        for model in models:
-            configs: dict[int, Any] = {id(m.config): m.config for m in modules_of(model) if "layer_idx" in m.__dict__}
-            for config in configs.values():
-                if instead_of is None or config._attn_implementation in instead_of:
-                    stack.callback(setattr, config, "_attn_implementation", config._attn_implementation)
-                    config._attn_implementation = name
+def _switched(models: Iterable["PreTrainedModel"], instead_of: tuple[str, ...] | None = None) -> Iterator[None]:
+    """Switch models to "dustin", those of them whose own is in `instead_of`; the last one out switches back."""
+    modules = [module for model in models for module in modules_of(model) if "layer_idx" in module.__dict__]
+    configs: dict[int, Any] = {id(module.config): module.config for module in modules}
+    taken: list[_Switch] = []
+    try:
+        with _lock:
+            for key, config in configs.items():
+                switch = _switches.get(key) or _Switch(config, config._attn_implementation)
+                if instead_of is None or switch.chosen in instead_of:
+                    _switches[key] = switch
+                    switch.users += 1
+                    taken.append(switch)
+                    config._attn_implementation = ATTENTION_NAME
         yield
+    finally:
+        with _lock:
+            for switch in taken:
+                switch.users -= 1
+                if not switch.users:
+                    switch.config._attn_implementation = switch.chosen
+                    del _switches[id(switch.config)]

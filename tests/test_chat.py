@@ -291,3 +291,59 @@ def test_a_model_of_the_same_shape_continues(family):
     target = tiny_model(family)
     rows, cache = turn(target, target, random_prompts([8]))
     assert turn(target, target, random_prompts([8]), cache)[0] == rows
+
+
+def spoiled(kind, pair, prompts):
+    """A cache for a next turn that has more slots than the turn needs, and no draft cache that could go on."""
+    if kind == "fresh":
+        return DustinCache(2, len(prompts), 500)
+    options = {"max_new_tokens": 60, "eos_token_id": None}
+    if kind == "self":
+        return turn(pair.target, pair.target, prompts, **options)[1]
+    _, cache = turn(pair.target, pair.D if kind == "other draft" else pair.M, prompts, **options)
+    if kind == "interrupted":
+
+        class Interrupting(dustin_hf.BatchStreamer):
+            def put_rows(self, rows):
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            turn(pair.target, pair.M, prompts, cache, streamer=Interrupting())
+    return pickle.loads(pickle.dumps(cache)) if kind == "pickle" else cache
+
+
+@pytest.mark.parametrize("kind", ["fresh", "self", "other draft", "pickle", "interrupted"])
+def test_a_shorter_turn_that_needs_a_draft_cache(pair, kind):
+    """Both caches have the same slots, whatever the turn needs."""
+    prompts = random_prompts([12, 30, 5])
+    cache = spoiled(kind, pair, prompts)
+    longer = [prompt + [9] for prompt in prompts]
+    expected = [plain(pair.target, prompt, new=9) for prompt in longer]
+    assert turn(pair.target, pair.M, longer, cache)[0] == expected
+
+
+def test_what_a_next_turn_finds_does_not_depend_on_neighbours():
+    """A row that has ended keeps feeding its draft while others go on: nothing of that may be seen later."""
+    target = tiny_model("qwen2", 0).double()
+    draft, ends = noisy_copy(target, 0.05), [5, 9, 33, 48, 77, 101, 120]
+    options = {"cache_config": {"budget": 24}, "max_new_tokens": 30, "eos_token_id": ends, "pad_token_id": 0}
+
+    def talk(prompts, more):
+        rows, cache = turn(target, draft, prompts, **options)
+        again = [prompt + row + new for prompt, row, new in zip(prompts, rows, more)]
+        return turn(target, draft, again, cache, **options)[0]
+
+    for seed in range(6):
+        prompts, more = random_prompts([60, 90, 70], seed=seed), random_prompts([3] * 3, seed=seed + 100)
+        assert talk(prompts, more) == [talk([one], [new])[0] for one, new in zip(prompts, more)]
+
+
+def test_a_cache_of_another_dtype(pair):
+    """Autocast in one turn and not in the next, as with stock's cache."""
+    prompts = random_prompts([12, 30, 5])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        rows, cache = turn(pair.target, pair.M, prompts)
+    again = next_prompts(prompts, rows)
+    # keys of the first turn are rounded, so that texts may differ; the turn after it starts where they end
+    rows, cache = turn(pair.target, pair.M, again, cache)
+    assert cache.layers[0].keys.dtype == torch.float32 and all(len(row) == 9 or row[-1] == 2 for row in rows)

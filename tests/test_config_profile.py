@@ -15,7 +15,7 @@ from dustin_hf import DustinConfig, DustinProfile, Selection, SelectionPolicy, r
 from dustin_hf import profile as profile_module
 from dustin_hf.drafting import streaming_slots
 from dustin_hf.profile import CARD_NAME, PROFILE_NAME, SHIPPED, LayerGroup, config_hash, model_card
-from dustin_hf.selection import _FACTORIES, build_policy, policy_names
+from dustin_hf.selection import _FACTORIES, HybridPolicy, build_policy, policy_names
 from dustin_hf.testing import random_prompts, tiny_model
 
 
@@ -244,6 +244,25 @@ def test_policies_of_others(pair):
         assert rows != dustin(pair.target, pair.M, random_prompts([40, 80]), new=12)[0]
     finally:
         del _FACTORIES["every-other"]
+
+
+def test_sparse_drafts_under_policies_of_others(pair):
+    """What counts is whether a policy scores drafts, whatever it is called."""
+
+    def scoring(context):
+        scorers = {"target": context.target_scorer, "draft": context.draft_scorer}
+        return HybridPolicy(k=24, sinks=2, window=3, m=10, **scorers)
+
+    register_policy("mine", scoring)
+    try:
+        prompts = random_prompts([60, 80])
+        sparse = dustin(pair.target, pair.M, prompts, budget=24, config={"mode": "mine", "draft_cache": "sparse"})[1]
+        auto = dustin(pair.target, pair.M, prompts, budget=24, config={"mode": "mine"})[1]
+        assert torch.equal(sparse.sequences, auto.sequences) and sparse.stats.committed == auto.stats.committed
+    finally:
+        del _FACTORIES["mine"]
+    with pytest.raises(ValueError, match="follows the draft's scores, which this policy does not make"):
+        dustin(pair.target, pair.M, prompts, budget=24, config={"draft_cache": "sparse", "draft_share": 0})
 
 
 def test_shipped_profiles_are_found_by_the_shapes_of_a_pair(tmp_path, monkeypatch, caplog):

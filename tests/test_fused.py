@@ -129,6 +129,18 @@ def test_what_cannot_be_fused():
     assert fusion_obstacle(model) == "projections are not plain linear layers"
     assert fusion_obstacle(tiny_model("llama", attention_bias=True)) is not None
     assert fusion_obstacle(tiny_model("llama", hidden_act="gelu")) == "the activation is not silu"
+    biased, other_norm, adapted = (tiny_model("qwen2") for _ in range(3))
+    biased.lm_head = nn.Linear(64, 160)
+    assert fusion_obstacle(biased) == "embeddings are not plain"
+    other_norm.model.norm = nn.LayerNorm(64)
+    assert fusion_obstacle(other_norm) == "norms are not root mean square norms"
+
+    class Scaled(type(adapted.model.layers[1].mlp)):
+        def forward(self, x):
+            return 1.5 * super().forward(x)
+
+    adapted.model.layers[1].mlp.__class__ = Scaled
+    assert fusion_obstacle(adapted) == "Scaled is no module of transformers or torch"
     mixed = tiny_model("llama")
     mixed.lm_head.to(torch.float64)
     assert "several" in fusion_obstacle(mixed)

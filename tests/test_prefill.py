@@ -108,6 +108,7 @@ def no_masks(monkeypatch):
     for name in ("sdpa", "eager"):
         monkeypatch.setitem(masking_utils.AttentionMaskInterface._global_mapping, name, fail)
     monkeypatch.setattr(masking_utils, "sdpa_mask", fail)
+    monkeypatch.setattr(attention, "sdpa_mask", fail)
 
 
 def test_no_mask(pair, monkeypatch, no_masks):
@@ -116,13 +117,13 @@ def test_no_mask(pair, monkeypatch, no_masks):
     def spy(module, query, key, value, attention_mask, **kwargs):
         seen.append((query.shape[2], key.shape[2], attention_mask))
         assert key.untyped_storage().nbytes() > key.nbytes  # the cache's own
-        return attention.prefill_attention_forward(module, query, key, value, attention_mask, **kwargs)
+        return attention.dustin_attention_forward(module, query, key, value, attention_mask, **kwargs)
 
     prompts = random_prompts([12, 5])
     sequences = left_pad(prompts)["input_ids"]
     cache = DustinCache(2, 2, 20)
     with torch.no_grad(), dustin_hf.enable(pair.target), monkeypatch.context() as patch:
-        patch.setitem(AttentionInterface._global_mapping, attention.PREFILL_ATTENTION_NAME, spy)
+        patch.setitem(AttentionInterface._global_mapping, attention.ATTENTION_NAME, spy)
         prefill(pair.target, cache, sequences, [0, 7], [0, 0], 7)
     assert seen == [call for sizes in ((7, 7), (4, 11), (4, 4)) for call in [(*sizes, None)] * 2]
 
@@ -135,7 +136,7 @@ def test_only_sdpa_is_replaced(pair, name):
         for config in configs:
             config._attn_implementation = name
         with prefill_attention(pair.target):
-            expected = attention.PREFILL_ATTENTION_NAME if name in ("sdpa", "dustin") else name
+            expected = attention.ATTENTION_NAME if name in ("sdpa", "dustin") else name
             assert {config._attn_implementation for config in configs} == {expected}
         assert {config._attn_implementation for config in configs} == {name}
     finally:
@@ -162,7 +163,7 @@ def test_restored(pair):
             prefilled(pair.target, prompts, 7, cache)
     finally:
         hook.remove()
-    assert during == [attention.PREFILL_ATTENTION_NAME] * 4
+    assert during == [attention.ATTENTION_NAME] * 4
     assert pair.target.config._attn_implementation == "sdpa"
     cache.check_integrity()
     assert_as_stock(pair.target, prompts, prefilled(pair.target, prompts, 7, cache), 1e-5)

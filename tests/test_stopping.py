@@ -4,6 +4,7 @@ import pytest
 import torch
 from helpers import assert_rows_equal_plain, dustin, plain
 from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from dustin_hf.testing import left_pad, random_prompts
 
@@ -146,3 +147,21 @@ def test_user_criteria_see_every_token(pair, kind):
         end = next(i for i, token in enumerate(full) if token in stop.tokens)
         assert row[: end + 1] == full[: end + 1] and not any(row[end + 1 :])
     assert stop.widths[0] == (2, 31) and {b for b, _ in stop.widths} == {2}
+
+
+def test_end_ids_and_limits_given_as_criteria(pair):
+    """They replace the defaults of the call, as in stock."""
+    prompts = random_prompts([12, 30, 5])
+    greedy = plain(pair.target, prompts[0], eos_token_id=None)
+    width = max(map(len, prompts))
+    for criterion, end in (
+        (EosTokenCriteria(greedy[5]), None),
+        (EosTokenCriteria(greedy[5]), greedy[3]),
+        (MaxLengthCriteria(width + 6), None),
+        (MaxLengthCriteria(width + 40), greedy[5]),
+    ):
+        options = {"stopping_criteria": StoppingCriteriaList([criterion]), "eos_token_id": end, "pad_token_id": 0}
+        with torch.no_grad():
+            expected = pair.target.generate(**left_pad(prompts), max_new_tokens=24, do_sample=False, **options)
+        _, out = dustin(pair.target, pair.M, prompts, **options)
+        assert torch.equal(out.sequences, expected)

@@ -78,3 +78,31 @@ def test_text_iterator_streamer(pair):
     text = "".join(streamer)
     thread.join()
     assert text == tokenizer.decode(result[0][0, len(PROMPTS[0]) :])
+
+
+def test_a_streamer_of_one_row_is_refused_a_batch(pair):
+    class Own:
+        def put(self, value):
+            pass
+
+        def end(self):
+            pass
+
+    with pytest.raises(ValueError, match="a Own takes one row, `input_ids` have 3: .*BatchStreamer"):
+        dustin(pair.target, pair.M, PROMPTS, streamer=Own())
+    assert dustin(pair.target, pair.M, PROMPTS[:1], streamer=Own())[0] == [plain(pair.target, PROMPTS[0])]
+
+
+def test_text_without_spaces_is_streamed_too():
+    class Letters:
+        def decode(self, tokens, **options):
+            return "".join(map(chr, tokens))
+
+    pieces = []
+    streamer = BatchTextStreamer(Letters(), lambda row, text: pieces.append(text))
+    streamer.put([[0]])
+    for text in ("天气", "很好。a", "b\nfor(i", "=0;", "i<\t", "9"):
+        streamer.put_rows([list(map(ord, text))])
+    assert pieces == ["天气", "很好。", "ab\n", "for(i=0;i<\t"]
+    streamer.end()
+    assert pieces[-1] == "9" and len(pieces) == 5

@@ -1,5 +1,6 @@
 """Ways to reach generate: pipelines, custom_generate folders, gradient modes, constrained decoding, compiled models."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,11 @@ from test_outputs import Characters
 from transformers import LogitsProcessor, LogitsProcessorList, pipeline
 
 import dustin_hf
-from dustin_hf.testing import left_pad, random_prompts
+from dustin_hf import DustinConfig, DustinProfile
+from dustin_hf.testing import left_pad, random_prompts, tiny_model
 
 PROMPTS = random_prompts([12, 30, 5])
+METHOD = Path(__file__).parents[1] / "examples" / "custom_generate"
 
 
 def expected_rows(target, new=24, **kwargs):
@@ -37,7 +40,6 @@ def test_pipeline(pair):
 
 def test_custom_generate_folder(pair):
     """A folder that a Hub repository can ship; the model was never enabled by its user."""
-    folder = Path(__file__).parents[1] / "examples" / "custom_generate"
     out = pair.target.generate(
         **left_pad(PROMPTS),
         assistant_model=pair.M,
@@ -45,7 +47,7 @@ def test_custom_generate_folder(pair):
         max_new_tokens=24,
         do_sample=False,
         return_dict_in_generate=True,
-        custom_generate=str(folder),
+        custom_generate=str(METHOD),
         trust_remote_code=True,
     )
     assert out.sequences[:, 30:].tolist() == expected_rows(pair.target) and out.stats.options["budget"] == 999
@@ -91,6 +93,22 @@ def test_prefix_allowed_tokens(pair):
     for batch_id, text in seen:  # every text begins with the row's own prompt
         prompt = [0] * (30 - len(PROMPTS[batch_id])) + PROMPTS[batch_id]
         assert text[:30] == prompt and 30 <= len(text) < 54
+
+
+def test_prefix_allowed_tokens_over_a_trie(pair):
+    """A draft that the answer before it rules out, or that ends the row, leads to no further question."""
+    answers = [[20, 21, 22, 23, 2], [20, 25, 26, 27, 2], [40, 41, 42, 43, 2]]
+
+    def allowed(batch_id, text):
+        said = text.tolist()[12:]
+        return sorted({answer[len(said)] for answer in answers if answer[: len(said)] == said and said != answer})
+
+    options = {"prefix_allowed_tokens_fn": allowed, "eos_token_id": 2, "pad_token_id": 0}
+    expected = plain(pair.target, PROMPTS[0], **options)
+    assert expected in answers
+    for draft in (pair.S, pair.M, pair.D, pair.target):
+        rows, _ = dustin(pair.target, draft, PROMPTS[:1], **options)
+        assert rows == [expected]
 
 
 def test_prefix_allowed_tokens_of_several_sequences(pair):
@@ -190,3 +208,60 @@ def test_compile_config_p60(pair):
 
     rows, _ = dustin(pair.target, pair.M, PROMPTS, compile_config=CompileConfig(mode="reduce-overhead"))
     assert rows == expected_rows(pair.target)
+
+
+def test_compiled_assistants_and_narrow_ids(pair):
+    """What has no length is no reason to doubt that it is there; ids of another width are ids."""
+    rows, out = dustin(pair.target, torch.compile(pair.M, backend="eager"), PROMPTS)
+    assert rows == expected_rows(pair.target) and out.sequences.is_contiguous()
+    with dustin_hf.enable(pair.target):
+        narrow = {name: x.int() for name, x in left_pad(PROMPTS).items()}
+        options = {"assistant_model": pair.M, "cache_implementation": "dustin", "do_sample": False}
+        out = pair.target.generate(**narrow, **options, max_new_tokens=24)
+    assert out[:, 30:].tolist() == rows
+
+
+def test_options_as_objects(pair, tmp_path):
+    profile = DustinProfile.default(pair.target.config, pair.M.config)
+    profile.save_pretrained(tmp_path)
+    with dustin_hf.enable(pair.target, profile=tmp_path):
+        out = pair.target.generate(
+            **left_pad(PROMPTS),
+            assistant_model=pair.M,
+            cache_implementation="dustin",
+            cache_config=DustinConfig(budget=99),
+            max_new_tokens=5,
+            return_dict_in_generate=True,
+        )
+    assert out.stats.options["budget"] == 99
+
+
+def test_a_custom_method_keeps_the_profile_of_the_user(pair):
+    profile = replace(DustinProfile.default(pair.target.config, pair.M.config), num_assistant_tokens=2)
+    options = {"custom_generate": str(METHOD), "trust_remote_code": True, "assistant_model": pair.M}
+    with dustin_hf.enable(pair.target, profile=profile):
+        out = pair.target.generate(**left_pad(PROMPTS), **options, max_new_tokens=5, return_dict_in_generate=True)
+    assert out.stats.num_assistant_tokens == 2
+
+
+def test_processors_that_leave_a_draft_nothing(pair):
+    """The target knows more ids than the draft: any draft is as good as another then."""
+    target, draft = tiny_model("llama", vocab_size=168), tiny_model("llama", 1, vocab_size=160)
+    torch.manual_seed(0)
+    rows, _ = dustin(target, draft, PROMPTS, do_sample=True, suppress_tokens=list(range(160)), eos_token_id=None)
+    assert all(160 <= token < 168 for row in rows for token in row)
+
+
+@pytest.mark.parametrize("pad", [-1, 160])
+def test_lookup_with_a_pad_that_is_no_id(pair, pad):
+    with dustin_hf.enable(pair.target):
+        out = pair.target.generate(
+            **left_pad(PROMPTS[:1]),
+            prompt_lookup_num_tokens=3,
+            cache_implementation="dustin",
+            pad_token_id=pad,
+            eos_token_id=None,
+            max_new_tokens=24,
+            do_sample=False,
+        )
+    assert out[0, 12:].tolist() == plain(pair.target, PROMPTS[0], eos_token_id=None)
