@@ -19,11 +19,11 @@ class Ending:
         self.eos, self.limit = eos, limit
 
     @classmethod
-    def of(cls, criteria: StoppingCriteriaList) -> "Ending":
+    def of(cls, criteria: StoppingCriteriaList, device: torch.device) -> "Ending":
         """From criteria as stock `generate` prepares them: the user's own end ids and limits replace the defaults."""
-        ends = [c.eos_token_id for c in criteria if type(c) is EosTokenCriteria]
+        ends = [c.eos_token_id.reshape(-1).to(device) for c in criteria if type(c) is EosTokenCriteria]
         limit = min(c.max_length for c in criteria if type(c) is MaxLengthCriteria)
-        return cls(criteria, torch.cat([end.reshape(-1) for end in ends]) if ends else None, limit)
+        return cls(criteria, torch.cat(ends) if ends else None, limit)
 
     def __call__(
         self,
