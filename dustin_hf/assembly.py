@@ -161,7 +161,7 @@ def assemble(
         gamma = _resolve_gamma(num_assistant_tokens, config, profile, draft)
 
     device, (batch, width) = input_device(target), input_ids.shape
-    ending = Ending.of(stopping_criteria, device)
+    ending = Ending.of(stopping_criteria, device, width)
     limit = ending.limit
     pad = generation_config._pad_token_tensor
     check_criteria(ending, batch, pad)

@@ -51,6 +51,10 @@ class _Shared:
         return self.starts[device]
 
 
+def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype == b.dtype and a.device == b.device
+
+
 class DustinLayer(CacheLayerMixin):
     """Keys and values of one layer, `[B, H, capacity, D]` each, allocated from the first states written.
 
@@ -77,6 +81,12 @@ class DustinLayer(CacheLayerMixin):
         self.values = value_states.new_zeros(shape)
         self.is_initialized = True
 
+    @ordinary_tensors
+    def _move(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Go on in other dtypes, or elsewhere, than an earlier call: under another autocast, or the model was moved."""
+        self.keys, self.values = self.keys.to(keys), self.values.to(values)
+        self.shared.replaced()
+
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -96,9 +106,8 @@ class DustinLayer(CacheLayerMixin):
             )
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        elif (self.keys.dtype, self.values.dtype) != (key_states.dtype, value_states.dtype):
-            # of an earlier call: another autocast, or the model was cast since
-            self.keys, self.values = self.keys.to(key_states.dtype), self.values.to(value_states.dtype)
+        elif not (_alike(self.keys, key_states) and _alike(self.values, value_states)):
+            self._move(key_states, value_states)
         if shared.rows is None:
             kv_append(self.keys, self.values, key_states, value_states, shared.start_on(self.keys.device))
             return self.keys, self.values

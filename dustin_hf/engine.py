@@ -14,7 +14,7 @@ from dustin_hf.graphs import CapturedForward, StepGraph, step_key
 from dustin_hf.model_patches.attention import block_attention
 from dustin_hf.modules import modules_of, parameters_of
 from dustin_hf.pool import Pool, rounded
-from dustin_hf.processing import needs_prefix
+from dustin_hf.processing import needs_prefix, waits
 from dustin_hf.stats import StatsRecorder
 from dustin_hf.step import REPORT, DecodeState, StepParts, speculative_step
 from dustin_hf.streaming import BatchStreamer
@@ -76,6 +76,8 @@ def _capture_obstacle(parts: StepParts) -> str | None:
             return "a model is on several devices"
         if any(m._forward_hooks or m._forward_pre_hooks or "_hf_hook" in m.__dict__ for m in modules_of(model)):
             return "hooks on the models would not run in replays"
+    if torch.is_autocast_enabled("cuda"):
+        return "autocast is on, whose copies of the weights are gone after it"
     return None
 
 
@@ -85,6 +87,8 @@ def _between_obstacle(parts: StepParts) -> str | None:
         return "the models are on different devices"
     if needs_prefix(parts.processors):
         return "processors look at the text"
+    if waits(parts.processors):
+        return "processors look at numbers"
     if parts.ending.others:
         return "stopping criteria look at the text"
     if parts.scores is not None or parts.logits is not None:

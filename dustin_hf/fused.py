@@ -90,6 +90,11 @@ class FusedForward:
         return model
 
     @property
+    def pointers(self) -> tuple[int, ...]:
+        """Where the merged weights lie, which captured graphs read."""
+        return tuple(weight.data_ptr() for merged in self._merged for weight in merged.values())
+
+    @property
     def _layers(self) -> Any:
         return self.model.get_decoder().layers
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from transformers.utils import logging
 
 from dustin_hf.cache import DustinCache, ordinary_tensors
 from dustin_hf.drafting import DraftView, ModelProposer, PromptLookupProposer
@@ -13,6 +14,8 @@ from dustin_hf.modules import parameters_of
 from dustin_hf.pool import Pool
 from dustin_hf.stats import Clock
 from dustin_hf.step import DecodeState, StepParts, speculative_step
+
+logger = logging.get_logger(__name__)
 
 
 class StepGraph:
@@ -69,9 +72,11 @@ def step_key(parts: StepParts, gamma: int, columns: int) -> tuple:
     """All that a captured step depends on, besides the storage of the target's cache."""
     proposer = parts.proposer
     models: list[Any] = [parts.forward.model]
+    forwards: list[Any] = [parts.forward]
     drafting: tuple = (type(proposer).__name__,)
     if isinstance(proposer, ModelProposer):
         models.append(proposer.model)
+        forwards.append(proposer.forward)
         shared = proposer.cache._shared
         drafting += (id(shared), shared.generation, proposer.kind, proposer.sinks, proposer.window, proposer.size)
         drafting += (_described(proposer.processors), tuple(proposer.heads.items()), proposer.do_sample)
@@ -90,6 +95,7 @@ def step_key(parts: StepParts, gamma: int, columns: int) -> tuple:
         parts.pad_token_id,
         None if eos is None else tuple(eos.tolist()),
         tuple(p.data_ptr() for p in parameters_of(*models)),
+        tuple(pointer for forward in forwards for pointer in getattr(forward, "pointers", ())),
         torch.is_autocast_enabled("cuda"),
         torch.get_autocast_dtype("cuda"),
         torch.get_float32_matmul_precision(),
@@ -107,7 +113,7 @@ class CapturedForward:
     def __init__(self, forward: Forward, pool: Pool):
         self.forward, self.pool = forward, pool
         self._runs: dict[tuple, int] = {}
-        self._graphs: dict[tuple, tuple] = {}
+        self._graphs: dict[tuple, tuple | None] = {}  # None: cannot be captured
 
     @property
     def model(self) -> Any:
@@ -125,8 +131,17 @@ class CapturedForward:
         if runs <= 2:  # compile the kernels, and leave alone what is not a habit: the first block reads everything
             return self.forward(cache, ids, attention, logits_to_keep)
         if key not in self._graphs:
-            self._graphs[key] = self._capture(cache, ids, attention, logits_to_keep)
-        graph, own_ids, own_attention, logits = self._graphs[key]
+            try:
+                self._graphs[key] = self._capture(cache, ids, attention, logits_to_keep)
+            except RuntimeError as error:
+                logger.warning_once(  # type: ignore[attr-defined]  # transformers adds it
+                    f"a forward could not be captured as a CUDA graph and runs op by op: {error}"
+                )
+                self._graphs[key] = None
+        captured = self._graphs[key]
+        if captured is None:
+            return self.forward(cache, ids, attention, logits_to_keep)
+        graph, own_ids, own_attention, logits = captured
         own_ids.copy_(ids)
         own_attention.start.copy_(attention.start)
         if indices is not None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dustin_hf.cache import DustinCache, DustinLayer
+from dustin_hf.forward import input_device
 from dustin_hf.fused import FusedForward
 from dustin_hf.model_patches.families import ModelFamily
 
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 
 # Sets of storage that wait for a call of their shape; beyond it, or where memory is short, the oldest goes.
 MOST_IDLE = 4
+# Captures of a process, one at a time, on one stream of each device, whose cuBLAS workspace they share.
+_capturing = threading.Lock()
+_streams: dict[torch.device, torch.cuda.Stream] = {}
 
 
 class Pool:
@@ -36,7 +40,8 @@ class Pool:
         layers, heads = config.num_hidden_layers, config.num_key_value_heads
         if device.type != "cuda":
             return DustinCache(layers, batch, capacity, device)
-        key = (id(model), model.dtype, layers, heads, ModelFamily.head_dim(config), batch, capacity, device)
+        kind = (id(model), model.dtype, input_device(model), layers, heads, ModelFamily.head_dim(config))
+        key = (*kind, batch, capacity, device)
         fitting = [entry for entry in self._idle if entry[0] == key]
         if fitting:
             _, shared, stored = fitting[-1]
@@ -72,16 +77,28 @@ class Pool:
 
     @contextmanager
     def captured(self, device: torch.device) -> Iterator[torch.cuda.CUDAGraph]:
-        """A graph of what runs inside. All of a device share memory, as no two of them replay at the same time."""
-        with torch.cuda.device(device):
+        """A graph of what runs inside. All of a device share memory, as no two of them replay at the same time.
+
+        Other threads may go on meanwhile, but capture nothing, which torch allows a process once at a time.
+        """
+        with _capturing, torch.cuda.device(device):
             memory, graphs = self._captured.get(device, (None, weakref.WeakSet()))
             alive = list(graphs)  # and kept so: torch takes up no memory again that has lost its last graph
             if not alive:
                 memory = torch.cuda.graph_pool_handle()
                 self._captured[device] = memory, graphs
+            if device not in _streams:  # torch's own is of the device that was current when it was made
+                _streams[device] = torch.cuda.Stream(device)
+            current, stream = torch.cuda.current_stream(device), _streams[device]
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=memory):
-                yield graph
+            try:
+                with torch.cuda.graph(graph, pool=memory, stream=stream, capture_error_mode="thread_local"):
+                    yield graph
+            except BaseException:
+                # torch leaves both as they were in the capture
+                torch.cuda.set_stream(current)
+                del self._captured[device]
+                raise
             graphs.add(graph)
 
     def close(self) -> None:

@@ -14,13 +14,14 @@ PREFIX_FREE = (
     stock.InfNanRemoveLogitsProcessor,
     stock.LogitNormalization,
     stock.MinPLogitsWarper,
-    stock.SuppressTokensLogitsProcessor,
     stock.TemperatureLogitsWarper,
     stock.TopHLogitsWarper,
     stock.TopKLogitsWarper,
     stock.TopPLogitsWarper,
     stock.TypicalLogitsWarper,
 )
+# Of these, the ones that wait for the device to look at a number (the checks of `torch.distributions`).
+WAITING = (stock.EtaLogitsWarper, stock.TopHLogitsWarper)
 # Stateless functions of prefix and scores: safe to call for drafts as well, which raises their acceptance.
 STATELESS = PREFIX_FREE + (
     stock.ExponentialDecayLengthPenalty,
@@ -32,6 +33,7 @@ STATELESS = PREFIX_FREE + (
     stock.RepetitionPenaltyLogitsProcessor,
     stock.SequenceBiasLogitsProcessor,
     stock.SuppressTokensAtBeginLogitsProcessor,
+    stock.SuppressTokensLogitsProcessor,
 )
 # These keep state from one call to the next, in step with a sequence that only grows; drafts get rejected.
 REFUSED = (stock.SynthIDTextWatermarkLogitsProcessor, stock.UnbatchedClassifierFreeGuidanceLogitsProcessor)
@@ -45,6 +47,11 @@ def for_drafts(processors: stock.LogitsProcessorList) -> stock.LogitsProcessorLi
 def needs_prefix(processors: stock.LogitsProcessorList) -> bool:
     """Whether any processor has to be called for each position, with the tokens before it."""
     return any(type(p) not in PREFIX_FREE and _over_blocks(p) is None for p in processors)
+
+
+def waits(processors: stock.LogitsProcessorList) -> bool:
+    """Whether any processor makes the host wait inside a step."""
+    return any(isinstance(p, WAITING) for p in processors)
 
 
 def process_block(
@@ -120,12 +127,13 @@ def _constrain(
     for row, first in enumerate(columns):
         for position in range(min(scores.shape[1], limit - first)):
             prefix = sequences[row : row + 1, : first + position]
-            allowed = processor._prefix_allowed_tokens_fn(row // processor._num_beams, prefix[0])
+            given = processor._prefix_allowed_tokens_fn(row // processor._num_beams, prefix[0])
+            allowed = given.tolist() if isinstance(given, torch.Tensor) else list(given)
             # stock masks; a processor of one row, whose answer is known, sees only this row's own text
             one_row = stock.PrefixConstrainedLogitsProcessor(functools.partial(_answer, allowed), num_beams=1)
             result[row, position] = one_row(prefix, scores[row : row + 1, position])[0]
             following = int(sequences[row, first + position])
-            if following not in set(allowed) or following in stops:
+            if following not in allowed or following in stops:
                 break
     return result
 
@@ -158,12 +166,20 @@ def _repetition_penalty(
     return torch.stack(found, dim=1)
 
 
+def _are(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """Which tokens of the vocabulary are among some ids, `[V]`; ids beyond it are none, as in stock."""
+    vocabulary = torch.arange(scores.shape[-1], device=scores.device)
+    return (vocabulary[:, None] == ids.to(scores.device)).any(1)  # `isin` sorts many ids, for which the host waits
+
+
 def _no_end_before(length: int, ends: torch.Tensor, first: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
     """Scores in which no end can be chosen in columns before `length`."""
-    # an end may lie beyond the vocabulary, as in stock
-    ending = (torch.arange(scores.shape[2], device=scores.device)[:, None] == ends.to(scores.device)).any(1)
     early = first[:, None] + torch.arange(scores.shape[1], device=first.device) < length
-    return scores.masked_fill(early[..., None] & ending, float("-inf"))
+    return scores.masked_fill(early[..., None] & _are(ends, scores), float("-inf"))
+
+
+def _suppress(processor: Any, sequences: torch.Tensor, first: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    return scores.masked_fill(_are(processor.suppress_tokens, scores), float("-inf"))
 
 
 def _min_length(processor: Any, sequences: torch.Tensor, first: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -181,6 +197,7 @@ _OVER_BLOCKS: dict[type, Callable[[Any, torch.Tensor, torch.Tensor, torch.Tensor
     stock.RepetitionPenaltyLogitsProcessor: _repetition_penalty,
     stock.MinLengthLogitsProcessor: _min_length,
     stock.MinNewTokensLengthLogitsProcessor: _min_new_tokens,
+    stock.SuppressTokensLogitsProcessor: _suppress,
 }
 
 

@@ -19,11 +19,14 @@ class Ending:
         self.eos, self.limit = eos, limit
 
     @classmethod
-    def of(cls, criteria: StoppingCriteriaList, device: torch.device) -> "Ending":
-        """From criteria as stock `generate` prepares them: the user's own end ids and limits replace the defaults."""
+    def of(cls, criteria: StoppingCriteriaList, device: torch.device, width: int) -> "Ending":
+        """From criteria as stock `generate` prepares them: the user's own end ids and limits replace the defaults.
+
+        As in stock, prompts of `width` columns get a token at least, however low the limit.
+        """
         ends = [c.eos_token_id.reshape(-1).to(device) for c in criteria if type(c) is EosTokenCriteria]
         limit = min(c.max_length for c in criteria if type(c) is MaxLengthCriteria)
-        return cls(criteria, torch.cat(ends) if ends else None, limit)
+        return cls(criteria, torch.cat(ends) if ends else None, max(limit, width + 1))
 
     def __call__(
         self,
@@ -49,7 +52,8 @@ class Ending:
         ended = first + kept >= limit
         index = torch.arange(tokens.shape[1], device=tokens.device)
         if self.eos is not None:
-            is_end = torch.isin(tokens, self.eos.to(tokens.device)) & (index < kept[:, None])
+            # not `isin`, which sorts a dozen ids, for which the host waits
+            is_end = (tokens[..., None] == self.eos.to(tokens.device)).any(-1) & (index < kept[:, None])
             ended = ended | is_end.any(1)
             kept = torch.where(is_end.any(1), is_end.long().argmax(1) + 1, kept)
         if self.others:

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import threading
 
 import pytest
 import torch
@@ -202,9 +203,59 @@ def test_captured_again_after_the_last_graph_has_gone(pair, whole):
 
 @two
 def test_graph_on_a_device_that_is_not_current(pair):
-    target, draft = on(pair.target, "cuda:1"), on(pair.M, "cuda:1")
-    eager, graph = (run(target, draft, "cuda:1", cache_config={"backend": name})[0] for name in ("eager", "graph"))
-    assert eager == graph and torch.cuda.current_device() == 0
+    for device in ("cuda:0", "cuda:1"):  # the first one that captures must not decide for all
+        target, draft = on(pair.target, device), on(pair.M, device)
+        (eager, _), (graph, out) = (run(target, draft, device, cache_config={"backend": x}) for x in ("eager", "graph"))
+        assert eager == graph and torch.cuda.current_device() == 0 and out.stats.backend == "graph"
+
+
+def test_autocast_between_other_calls(pair):
+    """Storage that waits is of the dtype of its last call, and graphs point at it."""
+    target, draft = on(pair.target, "cuda"), on(pair.M, "cuda")
+    with dustin_hf.enable(target):
+        first, _ = run(target, draft, "cuda")
+        for _ in range(2):
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                _, out = run(target, draft, "cuda")
+            assert "autocast is on" in out.stats.backend_reason
+            del out
+            again, out = run(target, draft, "cuda")
+            assert again == first and out.stats.backend == "graph"
+            del out
+
+
+def test_processors_that_wait_for_numbers(pair):
+    """They run between graphs, and steps of other calls are captured whole before and after."""
+    target, draft = on(pair.target, "cuda"), on(pair.M, "cuda")
+    with dustin_hf.enable(target):
+        for options, reason in (
+            ({}, "one CUDA graph a step"),
+            ({"do_sample": True, "eta_cutoff": 1e-3}, "processors look at numbers"),
+            ({"suppress_tokens": list(range(60, 140))}, "one CUDA graph a step"),
+            ({"eos_token_id": list(range(3, 40)), "pad_token_id": 0}, "one CUDA graph a step"),
+        ):
+            rows, out = run(target, draft, "cuda", **options)
+            assert out.stats.backend == "graph" and reason in out.stats.backend_reason
+            if not options.get("do_sample"):
+                assert rows == run(target, draft, "cuda", cache_config={"backend": "eager"}, **options)[0]
+            del out
+
+
+def test_calls_in_several_threads(pair):
+    """Of one target, and of two that capture at the same time."""
+    targets = [on(pair.target, "cuda") for _ in range(2)]
+    draft, found = on(pair.M, "cuda"), {}
+    expected = run(targets[0], draft, "cuda", cache_config={"backend": "eager"})[0]
+    with dustin_hf.enable(targets[0]), dustin_hf.enable(targets[1]):
+        threads = [
+            threading.Thread(target=lambda i=i: found.update({i: run(targets[i % 2], draft, "cuda")[0]}))
+            for i in range(6)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(120)
+    assert found == dict.fromkeys(range(6), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -13,14 +13,15 @@ DEVICE = torch.device("cpu")
 @pytest.fixture
 def handles(monkeypatch):
     """Handles of graph memory in the order of their use; like torch, none is taken up again after its last graph."""
-    used, counts = [], {}
+    used, counts, streams = [], {}, []
 
     class Graph:
         def __del__(self):
             counts[self.handle] -= 1
 
     class Capture:
-        def __init__(self, graph, pool):
+        def __init__(self, graph, pool, stream, capture_error_mode):
+            assert capture_error_mode == "thread_local" and stream == DEVICE
             self.graph, self.pool = graph, pool
 
         def __enter__(self):
@@ -38,9 +39,14 @@ def handles(monkeypatch):
         "graph": Capture,
         "graph_pool_handle": lambda: next(names),
         "device": lambda device: nullcontext(),
+        "Stream": lambda device: device,
+        "current_stream": lambda device: "mine",
+        "set_stream": streams.append,
     }.items():
         monkeypatch.setattr(torch.cuda, name, fake)
-    return used
+    monkeypatch.setattr("dustin_hf.pool._streams", {})
+    yield used
+    assert set(streams) <= {"mine"}
 
 
 def capture(pool):

@@ -158,6 +158,8 @@ def test_end_ids_and_limits_given_as_criteria(pair):
         (EosTokenCriteria(greedy[5]), None),
         (EosTokenCriteria(greedy[5]), greedy[3]),
         (MaxLengthCriteria(width + 6), None),
+        (MaxLengthCriteria(width), None),
+        (MaxLengthCriteria(3), None),
         (MaxLengthCriteria(width + 40), greedy[5]),
     ):
         options = {"stopping_criteria": StoppingCriteriaList([criterion]), "eos_token_id": end, "pad_token_id": 0}

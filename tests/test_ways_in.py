@@ -103,12 +103,16 @@ def test_prefix_allowed_tokens_over_a_trie(pair):
         said = text.tolist()[12:]
         return sorted({answer[len(said)] for answer in answers if answer[: len(said)] == said and said != answer})
 
-    options = {"prefix_allowed_tokens_fn": allowed, "eos_token_id": 2, "pad_token_id": 0}
-    expected = plain(pair.target, PROMPTS[0], **options)
-    assert expected in answers
-    for draft in (pair.S, pair.M, pair.D, pair.target):
-        rows, _ = dustin(pair.target, draft, PROMPTS[:1], **options)
-        assert rows == [expected]
+    def as_tensor(batch_id, text):
+        return torch.tensor(allowed(batch_id, text))
+
+    for function in (allowed, as_tensor):
+        options = {"prefix_allowed_tokens_fn": function, "eos_token_id": 2, "pad_token_id": 0}
+        expected = plain(pair.target, PROMPTS[0], **options)
+        assert expected in answers
+        for draft in (pair.S, pair.M, pair.D, pair.target):
+            rows, _ = dustin(pair.target, draft, PROMPTS[:1], **options)
+            assert rows == [expected]
 
 
 def test_prefix_allowed_tokens_of_several_sequences(pair):

@@ -21,7 +21,7 @@ def triton_full_attention(q, k, v, start, scale):
         return split_attention(q, k, v, None, start, scale)
     # Longer blocks in parts of one length, as what a part sees of its own block is in the storage like all else. The
     # last one ends with the block, so it may repeat some of the one before.
-    o, lse = torch.empty_like(q), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    o, lse = q.new_empty(q.shape), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     for begin in (*range(0, new - most, most), new - most):
         part = slice(begin, begin + most)
         o[:, part], lse[:, part] = split_attention(q[:, part], k, v, None, start + begin, scale)
