@@ -167,9 +167,13 @@ def _repetition_penalty(
 
 
 def _are(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-    """Which tokens of the vocabulary are among some ids, `[V]`; ids beyond it are none, as in stock."""
-    vocabulary = torch.arange(scores.shape[-1], device=scores.device)
-    return (vocabulary[:, None] == ids.to(scores.device)).any(1)  # `isin` sorts many ids, for which the host waits
+    """Which tokens of the vocabulary are among some ids, `[V]`; ids beyond it are none, as in stock.
+
+    `torch.isin` sorts where there are many ids, for which the host waits.
+    """
+    vocabulary, ids = scores.shape[-1], ids.reshape(-1).to(scores.device)
+    found = torch.zeros(vocabulary + 1, dtype=torch.bool, device=scores.device)  # the last place is for all others
+    return found.index_fill_(0, torch.where((ids >= 0) & (ids < vocabulary), ids, vocabulary), True)[:-1]
 
 
 def _no_end_before(length: int, ends: torch.Tensor, first: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,7 @@ PENALTIES = {
     "ngram": {"no_repeat_ngram_size": 2},
     "both": {"repetition_penalty": 1.5, "no_repeat_ngram_size": 2},
     "bias": {"sequence_bias": [[[17], 4.0], [[5, 9], 6.0]], "bad_words_ids": [[20], [30, 31]]},
-    "suppress": {"suppress_tokens": [5, 6, 7], "begin_suppress_tokens": [11, 12]},
+    "suppress": {"suppress_tokens": [5, 6, 7, 10**6, *range(60, 90)], "begin_suppress_tokens": [11, 12]},
     "decay": {"exponential_decay_length_penalty": (4, 1.6), "forced_eos_token_id": 2},
 }
 
