@@ -30,16 +30,19 @@ def one_line_errors() -> Iterator[None]:
     """What the user can mend is one line and exit status 1: values, files, extras, full disks, unsupported models."""
     import typer
 
-    from dustin_hf.model_patches.families import UnsupportedModelError
-
     try:
         yield
     except Exception as error:
+        import torch
+        from safetensors import SafetensorError
+
+        from dustin_hf.model_patches.families import UnsupportedModelError
+
         if isinstance(error, FileNotFoundError | ValueError | UnsupportedModelError):
             said = str(error)
-        elif type(error).__name__ == "OutOfMemoryError":  # torch's, which is not imported for this
+        elif isinstance(error, torch.OutOfMemoryError):
             said = f"{str(error).splitlines()[0]} Lower --batch or --context"
-        elif type(error).__name__ == "SafetensorError":  # a file that is torn, of traces say
+        elif isinstance(error, SafetensorError):  # a file that is torn, of traces say
             said = f"a .safetensors file cannot be read ({error}): remove it, it is made again"
         elif isinstance(error, ModuleNotFoundError) and error.name in EXTRAS:
             said = f"this needs {error.name}: pip install 'dustin_hf[{EXTRAS[error.name]}]'"

@@ -96,8 +96,6 @@ def step_key(parts: StepParts, gamma: int, columns: int) -> tuple:
         None if eos is None else tuple(eos.tolist()),
         tuple(p.data_ptr() for p in parameters_of(*models)),
         tuple(pointer for forward in forwards for pointer in getattr(forward, "pointers", ())),
-        torch.is_autocast_enabled("cuda"),
-        torch.get_autocast_dtype("cuda"),
         torch.get_float32_matmul_precision(),
     )
 

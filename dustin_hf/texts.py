@@ -1,4 +1,4 @@
-"""Texts of folders and files, and passages of an exact number of tokens cut from them."""
+"""Texts of folders, files and the Hub, and passages of an exact number of tokens cut from them."""
 
 import gzip
 import json
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
 BUILT_IN = Path(__file__).parent / "demo_texts"
@@ -127,3 +128,20 @@ def encode_piece(tokenizer: "PreTrainedTokenizerBase", text: str) -> tuple[list[
         return out["input_ids"], []
     starts = [start for start, _ in out["offset_mapping"]]
     return out["input_ids"], [bisect_left(starts, match.end()) for match in _SENTENCE_END.finditer(text)]
+
+
+def rows_of_the_hub(name: str, split: str) -> "Dataset":
+    """Part of a data set, downloaded or from the cache.
+
+    Raises:
+        FileNotFoundError: if it is in neither place.
+        ModuleNotFoundError: without `datasets`.
+    """
+    from datasets import load_dataset
+
+    try:
+        return load_dataset(name, split=split)
+    except OSError as error:  # no connection, offline mode, no such set
+        raise FileNotFoundError(
+            f"{name} cannot be fetched from the Hub ({type(error).__name__}): pass texts of your own (--texts)"
+        ) from error

@@ -8,6 +8,7 @@ import pytest
 import torch
 from helpers import heads, plain
 
+from dustin_hf.eval.pg19.books import load_books
 from dustin_hf.profiling import traces as traces_module
 from dustin_hf.profiling.progress import ProgressBars
 from dustin_hf.profiling.recovery import (
@@ -331,6 +332,14 @@ def test_texts_of_the_data_set(monkeypatch):
     rows[0] = {"idx": 3}
     with pytest.raises(ValueError, match=r"has no text, its fields are \['idx'\]"):
         validation_texts()
+
+    def out_of_reach(*args, **kwargs):
+        raise ConnectionError("Couldn't reach it")
+
+    library.load_dataset = out_of_reach
+    for load in (validation_texts, load_books):
+        with pytest.raises(FileNotFoundError, match=r"cannot be fetched from the Hub .*: pass texts of your own"):
+            load()
 
 
 def test_progress_bars(capsys):

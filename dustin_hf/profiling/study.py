@@ -35,7 +35,7 @@ from dustin_hf.profiling.traces import (
     size_estimate,
     write_file,
 )
-from dustin_hf.texts import read_texts
+from dustin_hf.texts import read_texts, rows_of_the_hub
 from dustin_hf.validation import check_pair
 
 if TYPE_CHECKING:
@@ -133,10 +133,8 @@ def validation_texts(source: str | Path | None = None, limit: int | None = None)
     """
     if source is not None:
         return dict(list(read_texts(source).items())[:limit])
-    from datasets import load_dataset
-
     limit = 32 if limit is None else limit
-    return {f"{DATASET}:{i}": _text_of(row) for i, row in enumerate(load_dataset(DATASET, split=f"sft[:{limit}]"))}
+    return {f"{DATASET}:{i}": _text_of(row) for i, row in enumerate(rows_of_the_hub(DATASET, f"sft[:{limit}]"))}
 
 
 def _text_of(row: Mapping[str, Any]) -> str:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dustin_hf.texts import read_texts
+from dustin_hf.texts import read_texts, rows_of_the_hub
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -40,9 +40,7 @@ def load_books(source: str | Path | None = None, limit: int | None = None) -> di
     """
     if source is not None:
         return dict(list(read_texts(source).items())[:limit])
-    from datasets import load_dataset
-
-    rows = load_dataset(DATASET, split="test" if limit is None else f"test[:{limit}]")
+    rows = rows_of_the_hub(DATASET, "test" if limit is None else f"test[:{limit}]")
     return {str(row.get("short_book_title", i)): row["text"] for i, row in enumerate(rows)}
 
 

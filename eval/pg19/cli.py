@@ -96,7 +96,7 @@ def add_commands(commands: "Typer") -> None:
                     drafted = max(1, gamma - 1)
                     result["drift"] = drift(first, second, stories, used, budgets, drift_tokens, drafted, progress)
             report(result)
-            if out is not None:
+            if drift_tokens and out is not None:
                 save(out, result, force=True)
 
 

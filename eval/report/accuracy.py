@@ -54,7 +54,9 @@ PUBLISHED = (
         "56.83 (-0.12)",
     ),
 )
-# Their scores say little where a model finds hardly any passage: what it writes after its guess decides.
+MEMBERS = [[task for task in TASKS if TASKS[task].group == group] for group in GROUPS]
+# All but the synthetic ones, whose scores say little where a model finds hardly any passage: what it writes after its
+# guess decides.
 NATURAL = tuple(task for task in TASKS if TASKS[task].group != "synthetic")
 
 
@@ -98,8 +100,7 @@ class Run:
 
     def in_groups(self) -> list[float | None]:
         """Means of the six groups, then of all."""
-        members = [[task for task in TASKS if TASKS[task].group == group] for group in GROUPS]
-        return [*(self.mean(tasks) for tasks in members), self.mean(list(TASKS))]
+        return [*(self.mean(tasks) for tasks in MEMBERS), self.mean(list(TASKS))]
 
     def difference(self, other: "Run", tasks: Sequence[str]) -> tuple[float | None, float | None]:
         """Mean of this run less another's over the samples of some tasks, and its standard error over samples in pairs.
@@ -206,8 +207,6 @@ def _scores(runs: Sequence[Run], target: str) -> Table:
 
 
 def _drops(runs: Sequence[Run], full: Run, target: str) -> Table:
-    groups = [[task for task in TASKS if TASKS[task].group == group] for group in GROUPS]
-
     def cell(run: Run, tasks: Sequence[str], with_error: bool = True) -> str:
         mean, (gap, error) = run.mean(tasks), run.difference(full, tasks)
         lost = "" if mean is None or run is full else f" ({_gap(gap, error if with_error else None)})"
@@ -222,7 +221,7 @@ def _drops(runs: Sequence[Run], full: Run, target: str) -> Table:
                 (
                     run.name,
                     _budget(run),
-                    *(cell(run, tasks, with_error=False) for tasks in groups),
+                    *(cell(run, tasks, with_error=False) for tasks in MEMBERS),
                     cell(run, list(TASKS)),
                     cell(run, NATURAL),
                 )
