@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers.utils import logging
 
+from dustin_hf.acceptance import sampling_accept
 from dustin_hf.drafting import ModelProposer
 from dustin_hf.forward import CompiledForward, Forward, StockForward, input_device
 from dustin_hf.fused import fusion_obstacle
 from dustin_hf.graphs import CapturedForward, StepGraph, step_key
 from dustin_hf.model_patches.attention import block_attention
 from dustin_hf.modules import modules_of, parameters_of
-from dustin_hf.pool import Pool, rounded
+from dustin_hf.pool import Pool, capturing, rounded
 from dustin_hf.processing import needs_prefix, waits
 from dustin_hf.stats import StatsRecorder
 from dustin_hf.step import REPORT, DecodeState, StepParts, speculative_step
@@ -137,8 +138,7 @@ def run_steps(
             else:
                 # nobody needs more drafts than fit before the target's own token
                 drafts = min(gamma, limit - min(columns) - 1)
-                seen = columns if prefixes else None
-                figures = speculative_step(parts, state, drafts, seen, recorder.clock).tolist()  # the synchronisation
+                figures = _op_by_op(parts, state, drafts, columns if prefixes else None, recorder)
             first, finished, committed, drafted, read, full = figures[: len(REPORT)]
             recorder.record([int(n) for n in committed], [int(n) for n in drafted], read, full, drafts)
             if streamer is not None:
@@ -151,6 +151,17 @@ def run_steps(
         steps.store()
         return steps.backend
     return backend
+
+
+def _op_by_op(
+    parts: StepParts, state: DecodeState, gamma: int, columns: list[int] | None, recorder: StatsRecorder
+) -> list[list[float]]:
+    """A step that is not replayed; returns its report, once it is there."""
+    draws = parts.accept is sampling_accept and state.sequences.is_cuda
+    with capturing if draws else nullcontext():
+        report = speculative_step(parts, state, gamma, columns, recorder.clock)
+    figures: list[list[float]] = report.tolist()  # the synchronisation
+    return figures
 
 
 class CapturedSteps:
@@ -180,7 +191,7 @@ class CapturedSteps:
         self.steps += 1
         graph = self._next()
         if graph is None:
-            return speculative_step(self.parts, self.state, self.gamma, None, self.recorder.clock).tolist()
+            return _op_by_op(self.parts, self.state, self.gamma, None, self.recorder)
         if graph is not self.graph:
             graph.load(self.state if self.graph is None else self.graph.state)
             self.graph = graph

@@ -18,8 +18,10 @@ if TYPE_CHECKING:
 
 # Sets of storage that wait for a call of their shape; beyond it, or where memory is short, the oldest goes.
 MOST_IDLE = 4
-# Captures of a process, one at a time, on one stream of each device, whose cuBLAS workspace they share.
-_capturing = threading.Lock()
+# Held by captures, of which torch allows a process one at a time, and by whoever draws random numbers op by op: torch's
+# generator of a device draws for nobody else while a capture lasts.
+capturing = threading.RLock()
+# Captures run on one stream of each device, whose cuBLAS workspace they share.
 _streams: dict[torch.device, torch.cuda.Stream] = {}
 
 
@@ -79,9 +81,9 @@ class Pool:
     def captured(self, device: torch.device) -> Iterator[torch.cuda.CUDAGraph]:
         """A graph of what runs inside. All of a device share memory, as no two of them replay at the same time.
 
-        Other threads may go on meanwhile, but capture nothing, which torch allows a process once at a time.
+        Other threads may go on meanwhile, but for what `capturing` is held for, and synchronising a whole device.
         """
-        with _capturing, torch.cuda.device(device):
+        with capturing, torch.cuda.device(device):
             memory, graphs = self._captured.get(device, (None, weakref.WeakSet()))
             alive = list(graphs)  # and kept so: torch takes up no memory again that has lost its last graph
             if not alive:

@@ -157,7 +157,8 @@ class StatsRecorder:
         """The statistics; `fields` are those of `GenerationStats` that were not recorded here."""
         # only steps in which the row was not finished yet count for it
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+            # of the whole device would end a capture in another thread, and that call with an error
+            torch.cuda.current_stream(self.device).synchronize()
         seconds = Counter(self.clock.seconds()) + self.replayed
         batch = len(self._steps[0][0]) if self._steps else 0
         rows = [

@@ -239,20 +239,26 @@ def test_processors_that_wait_for_numbers(pair):
 
 
 def test_calls_in_several_threads(pair):
-    """Of one target, and of two that capture at the same time."""
+    """Of one target, and of two that capture at the same time, while others draw random numbers op by op."""
     targets = [on(pair.target, "cuda") for _ in range(2)]
     draft, found = on(pair.M, "cuda"), {}
-    expected = run(targets[0], draft, "cuda", cache_config={"backend": "eager"})[0]
+    eager, one_choice = {"backend": "eager"}, {"do_sample": True, "top_k": 1}
+    expected = run(targets[0], draft, "cuda", cache_config=eager)[0]
+
+    def several(i):
+        """Calls whose first captures come at any time of the others' calls."""
+        options = one_choice if i >= 4 else {}
+        options |= {"cache_config": eager} if i >= 6 else {}
+        rows = [run(targets[i % 2], draft, "cuda", **options)[0] for _ in range(3)]
+        found[i] = rows == [expected] * 3
+
     with dustin_hf.enable(targets[0]), dustin_hf.enable(targets[1]):
-        threads = [
-            threading.Thread(target=lambda i=i: found.update({i: run(targets[i % 2], draft, "cuda")[0]}))
-            for i in range(6)
-        ]
+        threads = [threading.Thread(target=several, args=(i,)) for i in range(8)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(120)
-    assert found == dict.fromkeys(range(6), expected)
+    assert found == dict.fromkeys(range(8), True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
