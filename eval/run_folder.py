@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from dustin_hf.eval.efficiency.record import conditions
-from dustin_hf.profiling.traces import differing, write_file
+from dustin_hf.held import differing, write_file
 
 CONFIG_NAME = "config.json"
 

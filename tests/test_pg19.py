@@ -6,12 +6,14 @@ import math
 import pytest
 import torch
 from helpers import plain
+from test_parts import Counted
 from test_profile_cli import folders, pair_of  # noqa: F401
 from typer.testing import CliRunner
 
 from dustin_hf import DustinProfile, cli
 from dustin_hf.eval.fidelity import agreement
 from dustin_hf.eval.pg19 import drift as drift_module
+from dustin_hf.eval.pg19 import perplexity as perplexity_module
 from dustin_hf.eval.pg19.books import INSTRUCTION, Passage, load_books, passages
 from dustin_hf.eval.pg19.drift import drift
 from dustin_hf.eval.pg19.perplexity import perplexity
@@ -122,15 +124,19 @@ def test_the_command(folders, monkeypatch):  # noqa: F811
     again = CliRunner().invoke(cli.app(), [str(argument) for argument in arguments])
     assert again.exit_code == 1 and "exists" in again.output
 
-    def interrupted(*arguments):
-        assert arguments[6] == 3  # a window of 4 tokens: three drafts and the target's own
-        raise KeyboardInterrupt
-
-    # an interruption costs the drift, not the perplexity
-    monkeypatch.setattr(drift_module, "drift", interrupted)
-    CliRunner().invoke(cli.app(), [str(argument) for argument in (*arguments, "--force")])
+    monkeypatch.setattr(drift_module, "_parts", Counted(drift_module._parts, end=3))
+    out.unlink()
+    CliRunner().invoke(cli.app(), [str(argument) for argument in arguments])
+    assert not out.exists()
+    # an interruption costs the output at hand, and the rest comes out as in one go
+    monkeypatch.setattr(perplexity_module, "replay", None)
+    result = CliRunner().invoke(cli.app(), [str(argument) for argument in arguments])
+    assert result.exit_code == 0, result.output
     kept = json.loads(out.read_text())
-    assert kept["perplexity"] == held["perplexity"] and "drift" not in kept
+    for row in (*kept["drift"], *held["drift"]):
+        assert row.pop("tokens_per_s") > 0
+    assert all(kept[name] == held[name] for name in ("perplexity", "drift", "settings", "passages"))
+    assert not out.with_name("pg19.json.parts").exists()
     # both models have 512 positions
     result = CliRunner().invoke(cli.app(), [str(argument) for argument in (*arguments, "--force", "--drift", 500)])
     assert result.exit_code == 1 and "make 540 positions, the target's limit is 512" in result.output

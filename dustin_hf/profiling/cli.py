@@ -130,10 +130,11 @@ def add_commands(commands: "Typer") -> None:
     ) -> None:
         """Replay continuations of the full cache under sparse verification: agreement, KL, attention recovery."""
         with one_line_errors():
-            from dustin_hf.eval.efficiency.record import check_free, conditions, save
+            from dustin_hf.eval.efficiency.record import conditions
             from dustin_hf.eval.efficiency.texts import load_pair, load_tokenizer
             from dustin_hf.eval.fidelity import measure
             from dustin_hf.eval.fidelity.policies import check_arms
+            from dustin_hf.eval.parts import Parts
             from dustin_hf.profiling.plots import plot_fidelity
             from dustin_hf.texts import read_texts
 
@@ -141,8 +142,7 @@ def add_commands(commands: "Typer") -> None:
                 needs("matplotlib")
                 if out is None:
                     raise ValueError("--plots draws what --out holds: give both")
-            if out is not None:
-                check_free(out, force)
+            parts = Parts(out, force, command_line())
             budgets, modes = budget or (128, 512), mode or measure.MODES
             check_arms(modes, budgets, measure.SINKS, measure.WINDOW)  # before models are loaded
             found_texts = read_texts(texts)
@@ -160,11 +160,11 @@ def add_commands(commands: "Typer") -> None:
                     new_tokens,
                     gamma=gamma,
                     batch_size=batch,
+                    parts=parts,
                     progress=progress,
                 )
             _report(result)
-            if out is not None:
-                save(out, {"conditions": conditions(command_line()), **result}, force)
+            parts.save({"conditions": conditions(command_line()), **result})
             if plots is not None and out is not None:
                 _say_drawn(plot_fidelity(out, plots), plots)
 

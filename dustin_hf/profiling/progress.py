@@ -7,7 +7,8 @@ from typing import Any
 
 from transformers.utils.logging import tqdm
 
-from dustin_hf.profiling.traces import Progress, write_file
+from dustin_hf.held import write_file
+from dustin_hf.profiling.traces import Progress
 
 
 class Timed:

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
+from dustin_hf.held import write_file
 from dustin_hf.profiling.recovery import Objective, Prepared, Sample
-from dustin_hf.profiling.traces import Progress, TraceSet, write_file
+from dustin_hf.profiling.traces import Progress, TraceSet
 
 STATE_NAME = "search.json"
 STORAGE_NAME = "optuna.db"

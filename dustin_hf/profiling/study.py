@@ -17,6 +17,7 @@ from transformers.utils import logging
 import dustin_hf
 from dustin_hf.eval.efficiency.record import conditions
 from dustin_hf.forward import input_device
+from dustin_hf.held import differing, write_file
 from dustin_hf.profile import DustinProfile, LayerGroup, config_hash
 from dustin_hf.profiling.prices import prices, reached_by_groups, search_groups
 from dustin_hf.profiling.progress import ProgressBars, Timed
@@ -29,11 +30,9 @@ from dustin_hf.profiling.traces import (
     TraceSettings,
     as_candidates,
     check_lengths,
-    differing,
     fingerprint,
     record,
     size_estimate,
-    write_file,
 )
 from dustin_hf.texts import read_texts, rows_of_the_hub
 from dustin_hf.validation import check_pair

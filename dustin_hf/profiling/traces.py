@@ -3,7 +3,6 @@
 import errno
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save
 
+from dustin_hf.held import differing, write_file
 from dustin_hf.profile import Heads, config_hash
 from dustin_hf.profiling.recovery import Sample
 from dustin_hf.profiling.windows import trace_samples
@@ -225,29 +225,6 @@ def fingerprint(model: "PreTrainedModel") -> dict[str, str]:
         "hash": config_hash(config),
         "weights": digest.hexdigest()[:16],
     }
-
-
-def differing(held: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
-    """Names whose values are not the same, whatever models are called: one is known by its shape and weights."""
-    return [name for name in own if nameless(held.get(name)) != nameless(own[name])]
-
-
-def nameless(value: Any) -> Any:
-    """`value` without the names in its fingerprints."""
-    if isinstance(value, Mapping):
-        return {key: nameless(x) for key, x in value.items() if not (key == "id" and "weights" in value)}
-    return [nameless(x) for x in value] if isinstance(value, list) else value
-
-
-def write_file(path: Path, content: bytes) -> None:
-    """Write a file so that it is there whole or not at all, whenever this is interrupted."""
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        temporary.write_bytes(content)
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
 
 
 @contextmanager

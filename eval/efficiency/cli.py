@@ -33,11 +33,10 @@ def bench_app() -> "Typer":
     ) -> None:
         """Time every kernel beside its floor and its baselines, and the self-attention of a step."""
         from dustin_hf.eval.efficiency import kernels as bench
-        from dustin_hf.eval.efficiency.record import check_free, save
+        from dustin_hf.eval.parts import Parts
 
         with one_line_errors():
-            if out is not None:
-                check_free(out, force)
+            parts = Parts(out, force, command_line())
             result = bench.run_kernels(
                 shape or bench.SHAPE_NAMES,
                 context or bench.CONTEXTS,
@@ -46,9 +45,9 @@ def bench_app() -> "Typer":
                 budget,
                 command_line(),
                 lambda text: typer.echo(text, err=True),
+                parts,
             )
-            if out is not None:
-                save(out, result, force)
+            parts.save(result)
             bench.report(result)
 
     @commands.command()
@@ -84,10 +83,10 @@ def bench_app() -> "Typer":
         from dustin_hf.eval.efficiency import decode as bench
         from dustin_hf.eval.efficiency.kernels import BATCHES, CONTEXTS
         from dustin_hf.eval.efficiency.real import REAL_ARMS, run_real
-        from dustin_hf.eval.efficiency.record import check_free, save
         from dustin_hf.eval.efficiency.shapes import pair_of
         from dustin_hf.eval.efficiency.texts import EXCERPTS, load_pair, read_texts
         from dustin_hf.eval.efficiency.timing import check_cuda
+        from dustin_hf.eval.parts import Parts
 
         points, batches = context or CONTEXTS, batch or BATCHES
 
@@ -97,8 +96,7 @@ def bench_app() -> "Typer":
         with one_line_errors():
             _check_modes(shape, target, draft, {"--tau": tau or None}, {"--texts": texts, "--new-tokens": new_tokens})
             names = _arms(arms, REAL_ARMS if shape is None else (*bench.STOCK_ARMS, *bench.ARMS))
-            if out is not None:
-                check_free(out, force)
+            parts = Parts(out, force, command_line())
             if target is not None and draft is not None:
                 check_cuda()
                 models = load_pair(target, draft)
@@ -114,6 +112,7 @@ def bench_app() -> "Typer":
                     command_line(),
                     progress=say,
                     ragged=ragged,
+                    parts=parts,
                 )
             else:
                 result = bench.run_decode(
@@ -127,9 +126,9 @@ def bench_app() -> "Typer":
                     command_line(),
                     ragged,
                     say,
+                    parts,
                 )
-            if out is not None:
-                save(out, result, force)
+            parts.save(result)
             bench.report(result)
 
     @commands.command()
@@ -181,12 +180,11 @@ def bench_app() -> "Typer":
     ) -> None:
         """Time what estimating importance costs, by several estimators, over full-cache attention."""
         from dustin_hf.eval.efficiency import overhead as bench
-        from dustin_hf.eval.efficiency.record import check_free, save
         from dustin_hf.eval.efficiency.shapes import pair_of
+        from dustin_hf.eval.parts import Parts
 
         with one_line_errors():
-            if out is not None:
-                check_free(out, force)
+            parts = Parts(out, force, command_line())
             result = bench.run_overhead(
                 *pair_of(shape),
                 context or bench.CONTEXTS,
@@ -195,9 +193,9 @@ def bench_app() -> "Typer":
                 budget,
                 command_line(),
                 lambda text: typer.echo(text, err=True),
+                parts,
             )
-            if out is not None:
-                save(out, result, force)
+            parts.save(result)
             bench.report(result)
 
     return commands

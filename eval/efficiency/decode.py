@@ -15,6 +15,7 @@ from dustin_hf.eval.efficiency.record import conditions
 from dustin_hf.eval.efficiency.shapes import Shape
 from dustin_hf.eval.efficiency.stock import STOCK_ARMS, stock_steps
 from dustin_hf.eval.efficiency.timing import check_cuda, copy_rate
+from dustin_hf.eval.parts import Parts
 from dustin_hf.model_patches.attention import block_attention
 from dustin_hf.pool import Pool
 from dustin_hf.stats import StatsRecorder
@@ -42,6 +43,7 @@ def run_decode(
     command: str,
     ragged: bool = False,
     progress: Callable[[str], None] | None = None,
+    parts: Parts | None = None,
 ) -> dict[str, Any]:
     """Decode with random weights over caches of random keys and values.
 
@@ -57,6 +59,7 @@ def run_decode(
         command: as typed, for the record.
         ragged: rows of lengths from half the context to all of it, instead of equal ones.
         progress: is told what comes next.
+        parts: hold the arms that are done.
 
     Returns:
         Ready for JSON: `rows`, one for each arm and point, and `conditions`.
@@ -70,7 +73,9 @@ def run_decode(
         raise ValueError(f"--arms must be of {', '.join([*STOCK_ARMS, *ARMS])}, got {', '.join(unknown)}")
     accepts = [SimulatedAcceptance(tau, gamma) for tau in taus]
     say = progress or (lambda text: None)
-    rate = copy_rate()
+    parts = parts or Parts()
+    parts.begin()
+    rate: float = parts.of("copy rate", copy_rate)
     rows = []
     new_tokens = (STEPS + 4) * (gamma + 1)
     models = random_model(target), random_model(draft)
@@ -84,23 +89,24 @@ def run_decode(
                 lengths = [context // 2 + (context - context // 2) * i // max(1, batch - 1) for i in range(batch)]
             for name in [arm for arm in arms if arm in ARMS]:
                 arm = ARMS[name]
-                for accept in accepts if arm.draft_cache else accepts[:1]:
+                for tau, accept in list(zip(taus, accepts))[: None if arm.draft_cache else 1]:
                     say(f"{target.name}, {batch} x {context:,}: {name}")
-                    decode = build(
-                        arm, *models, caches, lengths, paper_heads(target, draft), gamma, budget, new_tokens, accept
-                    )
+                    how = lengths, paper_heads(target, draft), gamma, budget, new_tokens, accept
                     row: dict[str, Any] = {"arm": name, "context": context, "batch": batch, "ragged": ragged}
-                    row |= {"gamma": decode.gamma, "budget": budget if arm.sparse else None, **measure(decode)}
-                    row["floor_ms"] = floor(arm, lengths, decode.gamma, budget) / rate / 1e6
+                    row |= parts.of(
+                        f"{name}, {batch} x {context}, tau {tau}",
+                        functools.partial(_measured, arm, models, caches, how),
+                    )
+                    row["floor_ms"] = floor(arm, lengths, row["gamma"], budget) / rate / 1e6
                     rows.append(row)
-                    del decode
         del caches
         torch.cuda.empty_cache()
         for context in contexts:
             for name in [arm for arm in arms if arm in STOCK_ARMS]:
                 say(f"{target.name}, {batch} x {context:,}: {name}")
                 row = {"arm": name, "context": context, "batch": batch, "ragged": False, "gamma": 0, "budget": None}
-                row |= stock_steps(models[0], target, batch, context, name)
+                stock = functools.partial(stock_steps, models[0], target, batch, context, name)
+                row |= parts.of(f"{name}, {batch} x {context}", stock)
                 row["floor_ms"] = floor(ARMS["vanilla"], [context] * batch, 0, 0) / rate / 1e6
                 rows.append(row)
     return {
@@ -133,6 +139,14 @@ def random_cache(shape: Shape, batch: int, capacity: int) -> DustinCache:
         layer.keys.normal_()
         layer.values.normal_()
     return cache
+
+
+def _measured(
+    arm: Arm, models: tuple[Any, Any], caches: tuple[DustinCache, DustinCache], how: tuple[Any, ...]
+) -> dict[str, Any]:
+    """What `measure` finds of an arm; `how` are the further arguments of `build`."""
+    decode = build(arm, *models, caches, *how)
+    return {"gamma": decode.gamma, "budget": how[3] if arm.sparse else None, **measure(decode)}
 
 
 @torch.no_grad()

@@ -1,6 +1,7 @@
 """`dustin-hf bench kernels`: every op beside its floor and its baselines, and the self-attention of a whole step."""
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -12,6 +13,7 @@ from dustin_hf.eval.efficiency.point_bench import PointBench
 from dustin_hf.eval.efficiency.record import conditions
 from dustin_hf.eval.efficiency.shapes import Shape, pair_of
 from dustin_hf.eval.efficiency.timing import check_cuda, copy_rate
+from dustin_hf.eval.parts import Parts
 from dustin_hf.tables import show
 
 SHAPE_NAMES = ("qwen2.5-72b",)
@@ -40,6 +42,7 @@ def run_kernels(
     budget: int = 512,
     command: str = "",
     progress: Callable[[str], object] | None = None,
+    parts: Parts | None = None,
 ) -> dict[str, Any]:
     """Measure the kernels at every shape, context and batch on the current CUDA device.
 
@@ -51,6 +54,7 @@ def run_kernels(
         budget: slots that verification attends to.
         command: for the record.
         progress: is told of each point before it is measured.
+        parts: hold the points that are done.
 
     Returns:
         Ready for JSON: `conditions`, `options`, `copy_rate_gb_s`, `notes`, `rows` (one per measurement), `steps` (one
@@ -67,7 +71,9 @@ def run_kernels(
     check_cuda()
     if find_spec("triton") is None:
         raise ValueError("`dustin-hf bench` measures Triton kernels: pip install 'dustin_hf[triton]'")
-    rate = copy_rate()
+    parts = parts or Parts()
+    parts.begin()
+    rate: float = parts.of("copy rate", copy_rate)
     result: dict[str, Any] = {
         "bench": "kernels",
         "conditions": conditions(command),
@@ -81,17 +87,23 @@ def run_kernels(
         if progress is not None:
             progress(f"{target.name} with {draft.name}, context {context}, batch {batch}")
         here = {"shape": target.name, "draft": draft.name, "context": context, "batch": batch}
-        with torch.no_grad():
-            point = Point(target, draft, context, batch, gamma, budget)
-            errors = check_ops(point)
-            bench = PointBench(point, rate)
-            bench.run()
-        result["errors"].append({**here, **errors})
-        result["rows"] += [{**here, **row} for row in bench.rows]
-        result["skipped"] += [{**here, **entry} for entry in bench.skipped]
-        result["steps"].append({**here, **step_line(bench.rows, target, gamma)})
-        del point, bench  # their storage makes room for the next point's
+        size = target, draft, context, batch, gamma, budget
+        found = parts.of(", ".join(map(str, here.values())), partial(_measured, size, rate))
+        result["errors"].append({**here, **found["errors"]})
+        result["rows"] += [{**here, **row} for row in found["rows"]]
+        result["skipped"] += [{**here, **entry} for entry in found["skipped"]]
+        result["steps"].append({**here, **step_line(found["rows"], target, gamma)})
     return result
+
+
+@torch.no_grad()
+def _measured(size: tuple[Shape, Shape, int, int, int, int], rate: float) -> dict[str, Any]:
+    """All measurements of a point, whose storage is free again afterwards."""
+    point = Point(*size)
+    errors = check_ops(point)
+    bench = PointBench(point, rate)
+    bench.run()
+    return {"errors": errors, "rows": bench.rows, "skipped": bench.skipped}
 
 
 def step_line(rows: list[dict[str, Any]], target: Shape, gamma: int) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """`bench overhead`: what estimating importance costs, over full-cache attention (paper figure 8)."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from dustin_hf.eval.efficiency.inputs import DRAFT_SCORE_LAYERS, SINKS, TARGET_S
 from dustin_hf.eval.efficiency.record import conditions
 from dustin_hf.eval.efficiency.shapes import Shape
 from dustin_hf.eval.efficiency.timing import check_cuda, copy_rate, time_graph
+from dustin_hf.eval.parts import Parts
 from dustin_hf.kernels.full_attention import full_attention
 from dustin_hf.kernels.srh_score import srh_score
 from dustin_hf.kernels.topk_select import topk_select
@@ -37,6 +39,7 @@ def run_overhead(
     budget: int = 512,
     command: str = "",
     progress: Callable[[str], object] | None = None,
+    parts: Parts | None = None,
 ) -> dict[str, Any]:
     """Time estimators on random inputs.
 
@@ -49,6 +52,7 @@ def run_overhead(
         budget: slots that are chosen.
         command: for the record.
         progress: is told what comes next.
+        parts: hold the contexts that are done.
 
     Returns:
         Ready for JSON: `rows`, one for each context and estimator, and `conditions`.
@@ -57,19 +61,14 @@ def run_overhead(
         ValueError: without a CUDA device, or if the storage does not fit it.
     """
     check_cuda()
-    rate, rows = copy_rate(), []
+    parts = parts or Parts()
+    parts.begin()
+    rate, rows = parts.of("copy rate", copy_rate), []
     for context in contexts:
         if progress is not None:
             progress(f"{target.name} with {draft.name}, {batch} x {context:,}")
-        with torch.no_grad():
-            point = Point(target, draft, context, batch, gamma, budget)
-            times = _Estimators(point)
-            attention = times.attention()
-            for name in ESTIMATORS:
-                us = times.of(name)
-                row = {"estimator": name, "context": context, "us": us, "attention_us": attention}
-                rows.append({**row, "share": us / attention})
-        del point, times
+        size = target, draft, context, batch, gamma, budget
+        rows += parts.of(str(context), partial(_measured, size))
     return {
         "bench": "overhead",
         "target": target.name,
@@ -81,6 +80,18 @@ def run_overhead(
         "notes": list(NOTES),
         "conditions": conditions(command),
     }
+
+
+@torch.no_grad()
+def _measured(size: tuple[Shape, Shape, int, int, int, int]) -> list[dict[str, Any]]:
+    """The estimators at a point, whose storage is free again afterwards."""
+    times = _Estimators(Point(*size))
+    attention = times.attention()
+    found = {name: times.of(name) for name in ESTIMATORS}
+    return [
+        {"estimator": name, "context": size[2], "us": us, "attention_us": attention, "share": us / attention}
+        for name, us in found.items()
+    ]
 
 
 class _Estimators:

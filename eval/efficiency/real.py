@@ -19,8 +19,10 @@ from dustin_hf.eval.efficiency.record import conditions
 from dustin_hf.eval.efficiency.shapes import SHAPES, Shape
 from dustin_hf.eval.efficiency.texts import NGRAM, cut_prompts, old_shares, row_lengths
 from dustin_hf.eval.efficiency.timing import copy_rate
+from dustin_hf.eval.parts import Parts
 from dustin_hf.pool import Pool
 from dustin_hf.profile import DustinProfile
+from dustin_hf.profiling.traces import fingerprint
 
 REAL_ARMS = ("hf", *ARMS)
 BASES = ("vanilla", "classic", "magicdec", "hf")
@@ -77,6 +79,7 @@ def run_real(
     profile: DustinProfile | None = None,
     progress: Callable[[str], object] | None = None,
     ragged: bool = False,
+    parts: Parts | None = None,
 ) -> dict[str, Any]:
     """Decode real text. Runs on the CPU too, for tests: op by op, and without floors.
 
@@ -94,6 +97,7 @@ def run_real(
         profile: of the pair; None for the one that is shipped, if any, else the default.
         progress: is told what comes next.
         ragged: prompts from half the context to all of it, instead of equal ones.
+        parts: hold the points that are done.
 
     Returns:
         Ready for JSON: `rows`, one for each arm and point, `prompts` (where they were cut), and `conditions`.
@@ -107,10 +111,17 @@ def run_real(
         raise ValueError(f"--new-tokens must be at least {NGRAM}, got {new_tokens}")
     sizes = [(batch, context) for batch in batches for context in contexts]
     points = [(*size, cut_prompts(texts, row_lengths(size[1], size[0], ragged))) for size in sizes]
-    rate = copy_rate() if target.device.type == "cuda" else None
     configs = [model.config.get_text_config(decoder=True) for model in (target, draft)]
     shipped = DustinProfile.shipped(configs[0], configs[1])
     used = profile or shipped or DustinProfile.default(configs[0], configs[1])
+    parts = parts or Parts()
+    parts.begin(
+        fingerprint(target),
+        fingerprint(draft),
+        [[p.tokens for p in prompts] for _, _, prompts in points],
+        used.to_dict(),
+    )
+    rate = parts.of("copy rate", copy_rate) if target.device.type == "cuda" else None
     rows: list[dict[str, Any]] = []
     own = target.generation_config
     target.generation_config = GenerationConfig(pad_token_id=0)  # nothing ends a text, and no processor looks at it
@@ -118,7 +129,8 @@ def run_real(
         for batch, context, prompts in points:
             say = functools.partial(_say, progress, f"{batch} x {context:,}")
             tokens = [prompt.tokens for prompt in prompts]
-            measured = _measure(target, draft, tokens, gamma, budget, arms, new_tokens, used, say)
+            measure = functools.partial(_measure, target, draft, tokens, gamma, budget, arms, new_tokens, used, say)
+            measured = parts.of(f"{batch} x {context}", measure)
             for name in dict.fromkeys(arms):
                 arm = ARMS.get(name, ARMS["vanilla"])
                 row = {"arm": name, "context": context, "batch": batch, "ragged": ragged}

@@ -9,7 +9,9 @@ import torch
 from dustin_hf.eval.efficiency.texts import NGRAM, old_shares
 from dustin_hf.eval.fidelity.policies import Arm, build_arms
 from dustin_hf.eval.fidelity.replay import Replayed, Trajectory, replay
+from dustin_hf.eval.parts import Parts
 from dustin_hf.profile import DustinProfile
+from dustin_hf.profiling.traces import fingerprint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -42,6 +44,7 @@ def fidelity(
     window: int = WINDOW,
     batch_size: int = 1,
     tokenizer: "PreTrainedTokenizerBase | None" = None,
+    parts: Parts | None = None,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> dict[str, Any]:
     """How close sparse verification stays to the full cache in real runs, on the same contexts for every policy.
@@ -60,6 +63,7 @@ def fidelity(
         window: protected tokens at the end, counted in k.
         batch_size: contexts that are run at once.
         tokenizer: of the target.
+        parts: hold the batches that are done.
         progress: called as `progress("fidelity", done, total)`, in windows of batches.
 
     Returns:
@@ -77,6 +81,8 @@ def fidelity(
     configs = [model.config.get_text_config(decoder=True) for model in (target, draft)]
     profile = profile or DustinProfile.of_pair(*configs)
     profile.check_pair(*configs)
+    parts = parts or Parts()
+    parts.begin(fingerprint(target), fingerprint(draft), rows, profile.to_dict())
     arms = build_arms(target, draft, profile, modes, budgets, sinks, window)
     names = list(rows)
     batches = [names[i : i + batch_size] for i in range(0, len(names), batch_size)]
@@ -88,13 +94,19 @@ def fidelity(
             if progress is not None:
                 progress("fidelity", number * total + done, len(batches) * total)
 
-        ids = [rows[name] for name in batch]
-        policies = [arm.policy for arm in arms]
-        trajectory, runs = replay(target, draft, ids, policies, new_tokens=new_tokens, gamma=gamma, progress=step)
-        for i, name in enumerate(batch):
-            about.append({"name": name, **_about(ids[i], trajectory, i)})
-            for row, run in zip(found, runs):
-                row.append(_figures(run, trajectory, i, gamma))
+        def replayed(batch: list[str] = batch, step: Callable[[int, int], None] = step) -> list[list[dict[str, Any]]]:
+            ids = [rows[name] for name in batch]
+            policies = [arm.policy for arm in arms]
+            trajectory, runs = replay(target, draft, ids, policies, new_tokens=new_tokens, gamma=gamma, progress=step)
+            return [
+                [_about(name, ids[i], trajectory, i), *(_figures(run, trajectory, i, gamma) for run in runs)]
+                for i, name in enumerate(batch)
+            ]
+
+        for context, *figures in parts.of(f"batch {number}", replayed):
+            about.append(context)
+            for row, of_arm in zip(found, figures):
+                row.append(of_arm)
     results = [_result(arm, row) for arm, row in zip(arms, found)]
     return {
         "definition": DEFINITION,
@@ -144,11 +156,11 @@ def _token_ids(
     return rows
 
 
-def _about(ids: Sequence[int], trajectory: Trajectory, row: int) -> dict[str, Any]:
+def _about(name: str, ids: Sequence[int], trajectory: Trajectory, row: int) -> dict[str, Any]:
     """Length, new tokens, and how much of them is old."""
     new = trajectory.tokens[row, trajectory.counted[row]].tolist()
     copied, repeated = old_shares(ids, new) if len(new) >= NGRAM else (None, None)
-    return {"tokens": len(ids), "new_tokens": len(new), "copied": copied, "repeated": repeated}
+    return {"name": name, "tokens": len(ids), "new_tokens": len(new), "copied": copied, "repeated": repeated}
 
 
 def _figures(run: Replayed, trajectory: Trajectory, row: int, gamma: int) -> dict[str, Any]:

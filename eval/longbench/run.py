@@ -13,8 +13,8 @@ from dustin_hf.eval.longbench.metrics import averages, check_libraries, score_sa
 from dustin_hf.eval.longbench.prompts import encode_prompt
 from dustin_hf.eval.longbench.tasks import task_of
 from dustin_hf.eval.run_folder import RunFolder
+from dustin_hf.held import write_file
 from dustin_hf.profile import DustinProfile
-from dustin_hf.profiling.traces import write_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

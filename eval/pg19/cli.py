@@ -1,6 +1,7 @@
 """The command `dustin-hf pg19`."""
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -50,17 +51,18 @@ def add_commands(commands: "Typer") -> None:
         from dustin_hf.console import bars, command_line, one_line_errors, read_profile, the_device
 
         with one_line_errors():
-            from dustin_hf.eval.efficiency.record import check_free, conditions, save
+            from dustin_hf.eval.efficiency.record import conditions
             from dustin_hf.eval.efficiency.texts import load_pair, load_tokenizer
             from dustin_hf.eval.fidelity.measure import SINKS, WINDOW
             from dustin_hf.eval.fidelity.policies import check_arms
+            from dustin_hf.eval.parts import Parts
             from dustin_hf.eval.pg19.books import load_books, passages
             from dustin_hf.eval.pg19.drift import check_room, drift
             from dustin_hf.eval.pg19.perplexity import MODES, perplexity
             from dustin_hf.profile import DustinProfile
+            from dustin_hf.profiling.traces import fingerprint
 
-            if out is not None:
-                check_free(out, force)
+            parts = Parts(out, force, command_line())
             budgets, modes = budget or [128, 512], mode or list(MODES)
             check_arms(modes, budgets, SINKS, WINDOW)  # before models are loaded
             books = load_books(texts)
@@ -74,6 +76,8 @@ def add_commands(commands: "Typer") -> None:
             configs = [model.config.get_text_config(decoder=True) for model in (first, second)]
             used = loaded or DustinProfile.of_pair(*configs)
             used.check_pair(*configs)
+            inputs = [asdict(passage) for passage in (*chosen, *stories)]
+            parts.begin(fingerprint(first), fingerprint(second), inputs, used.to_dict())
             with bars() as progress:
                 result: dict[str, Any] = {
                     "bench": "pg19",
@@ -87,17 +91,18 @@ def add_commands(commands: "Typer") -> None:
                         "profile": used.to_dict(),
                     },
                     "passages": [passage.name for passage in chosen],
-                    "perplexity": perplexity(first, second, chosen, used, budgets, modes, gamma, batch, progress),
+                    "perplexity": perplexity(
+                        first, second, chosen, used, budgets, modes, gamma, batch, parts, progress
+                    ),
                 }
-                if out is not None:
-                    save(out, result, force)  # there is more to wait for, but not for this
                 if drift_tokens:
                     # a window is the drafts and one token more
                     drafted = max(1, gamma - 1)
-                    result["drift"] = drift(first, second, stories, used, budgets, drift_tokens, drafted, progress)
+                    result["drift"] = drift(
+                        first, second, stories, used, budgets, drift_tokens, drafted, parts, progress
+                    )
             report(result)
-            if drift_tokens and out is not None:
-                save(out, result, force=True)
+            parts.save(result)
 
 
 def report(result: Mapping[str, Any]) -> None:

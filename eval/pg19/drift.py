@@ -1,5 +1,6 @@
 """Drift of long outputs: free runs under sparse verification, judged part by part by the full cache."""
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -8,6 +9,7 @@ import torch
 
 import dustin_hf
 from dustin_hf.eval.efficiency.texts import NGRAM
+from dustin_hf.eval.parts import Parts
 from dustin_hf.eval.pg19.books import Passage
 from dustin_hf.profile import DustinProfile
 
@@ -25,6 +27,7 @@ def drift(
     budgets: Sequence[int],
     new_tokens: int = 2048,
     gamma: int = 3,
+    parts: Parts | None = None,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> list[dict[str, Any]]:
     """Continue each context greedily, with the full cache (lossless) and with every budget, and look at the outputs.
@@ -41,6 +44,7 @@ def drift(
         budgets: k.
         new_tokens: of each output; no token ends it.
         gamma: drafted tokens per step.
+        parts: hold the outputs that are done.
         progress: called as `progress("drift", done, total)`, in outputs.
 
     Returns:
@@ -52,25 +56,35 @@ def drift(
     check_room(target, chosen, new_tokens)
     rows: list[dict[str, Any]] = []
     options: list[dict[str, Any]] = [{"mode": "full"}, *({"budget": budget} for budget in budgets)]
+    parts = parts or Parts()
+    warm: set[int] = set()
     for number, option in enumerate(options):
-        parts: list[list[dict[str, float]]] = []
-        new, steps, seconds = 0, 0, 0.0
-        # kernels are compiled in the first steps of their kind, which would be counted
-        _continued(target, draft, chosen[0], profile, option, gamma, min(new_tokens, 4 * (gamma + 1)))
+
+        def continued(passage: Passage, option: dict[str, Any] = option, number: int = number) -> dict[str, Any]:
+            if number not in warm:  # kernels are compiled in the first steps of their kind, which would be counted
+                _continued(target, draft, passage, profile, option, gamma, min(new_tokens, 4 * (gamma + 1)))
+                warm.add(number)
+            out = _continued(target, draft, passage, profile, option, gamma, new_tokens)
+            seconds = out.stats.seconds.items()
+            return {
+                "new": sum(out.stats.new_tokens),
+                "steps": len(out.stats.committed[0]),
+                "seconds": sum(value for name, value in seconds if name not in ("prefill", "capture")),
+                "parts": _parts(target, out.sequences[0], len(passage.context)),
+            }
+
+        outputs = []
         for i, passage in enumerate(chosen):
             if progress is not None:
                 progress("drift", number * len(chosen) + i, len(options) * len(chosen))
-            out = _continued(target, draft, passage, profile, option, gamma, new_tokens)
-            stats = out.stats
-            new, steps = new + sum(stats.new_tokens), steps + len(stats.committed[0])
-            seconds += sum(value for name, value in stats.seconds.items() if name not in ("prefill", "capture"))
-            parts.append(_parts(target, out.sequences[0], len(passage.context)))
+            outputs.append(parts.of(f"drift {number} of passage {i}", functools.partial(continued, passage)))
+        new, steps, seconds = (sum(output[name] for output in outputs) for name in ("new", "steps", "seconds"))
         rows.append(
             {
                 "budget": option.get("budget"),
                 "tau": new / steps,
                 "tokens_per_s": new / seconds,
-                "parts": [_mean([row[i] for row in parts]) for i in range(len(parts[0]))],
+                "parts": [_mean(list(part)) for part in zip(*(output["parts"] for output in outputs))],
             }
         )
     if progress is not None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from dustin_hf.eval.fidelity.measure import SINKS, WINDOW
 from dustin_hf.eval.fidelity.policies import build_arms
 from dustin_hf.eval.fidelity.replay import replay
+from dustin_hf.eval.parts import Parts
 from dustin_hf.eval.pg19.books import Passage
 from dustin_hf.profile import DustinProfile
 
@@ -25,6 +26,7 @@ def perplexity(
     modes: Sequence[str] = MODES,
     gamma: int = 4,
     batch_size: int = 1,
+    parts: Parts | None = None,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> list[dict[str, Any]]:
     """Perplexity of what follows each context, under every policy and budget.
@@ -41,6 +43,7 @@ def perplexity(
         modes: as for `fidelity`; `"full"` is the model's own.
         gamma: tokens of a window.
         batch_size: passages that are run at once.
+        parts: hold the batches that are done.
         progress: called as `progress("perplexity", done, total)`, in windows of batches.
 
     Returns:
@@ -54,6 +57,7 @@ def perplexity(
     if len(following) != 1 or min(following) < 2:
         raise ValueError(f"passages must all have as many following tokens, at least two, got {sorted(following)}")
     arms = build_arms(target, draft, profile, modes, budgets, SINKS, WINDOW)
+    parts = parts or Parts()
     found: list[list[float]] = [[] for _ in arms]
     batches = [chosen[i : i + batch_size] for i in range(0, len(chosen), batch_size)]
     for number, batch in enumerate(batches):
@@ -62,18 +66,21 @@ def perplexity(
             if progress is not None:
                 progress("perplexity", number * total + done, len(batches) * total)
 
-        _, runs = replay(
-            target,
-            draft,
-            [passage.context for passage in batch],
-            [arm.policy for arm in arms],
-            new_tokens=min(following),
-            gamma=gamma,
-            continuations=[passage.following for passage in batch],
-            progress=step,
-        )
-        for means, run in zip(found, runs):
-            means += run.nll[:, :-1].double().mean(1).tolist()
+        def replayed(batch: Sequence[Passage] = batch, step: Callable[[int, int], None] = step) -> list[list[float]]:
+            _, runs = replay(
+                target,
+                draft,
+                [passage.context for passage in batch],
+                [arm.policy for arm in arms],
+                new_tokens=min(following),
+                gamma=gamma,
+                continuations=[passage.following for passage in batch],
+                progress=step,
+            )
+            return [run.nll[:, :-1].double().mean(1).tolist() for run in runs]
+
+        for means, of_batch in zip(found, parts.of(f"perplexity of batch {number}", replayed)):
+            means += of_batch
     return [
         {
             "mode": arm.mode,

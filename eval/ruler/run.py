@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from dustin_hf.eval.answering import Group, Method, Question, Settings, answer
 from dustin_hf.eval.ruler.metrics import score_task
 from dustin_hf.eval.ruler.samples import Sample
+from dustin_hf.held import write_file
 from dustin_hf.profile import DustinProfile
-from dustin_hf.profiling.traces import write_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

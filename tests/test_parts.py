@@ -1,0 +1,126 @@
+"""Long measurements that are cut off: what is done stays, the same command goes on, another one is refused."""
+
+import json
+
+import pytest
+import torch
+from test_bench import DRAFT, TARGET, cpu_as_gpu  # noqa: F401
+
+from dustin_hf.eval.efficiency import kernels, overhead, real
+from dustin_hf.eval.fidelity import measure
+from dustin_hf.eval.parts import Parts
+from dustin_hf.testing import noisy_copy, random_prompts, tiny_model
+
+
+class Counted:
+    """A function that is cut off at one of its calls."""
+
+    def __init__(self, function, end=None):
+        self.function, self.end, self.calls = function, end, 0
+
+    def __call__(self, *args, **kwargs):
+        self.calls += 1
+        if self.calls == self.end:
+            raise KeyboardInterrupt
+        return self.function(*args, **kwargs)
+
+
+def test_parts_are_made_once(tmp_path):
+    out, made = tmp_path / "x.json", Counted(lambda: {"a": (1, 2), "b": 0.1 + 0.2, "c": float("nan")})
+    for _ in range(2):  # two runs
+        parts = Parts(out, False, "bench --out x.json")
+        parts.begin([1, 2])
+        for _ in range(2):
+            found = parts.of("first", made)
+            assert found["a"] == [1, 2] and found["b"] == 0.1 + 0.2 and found["c"] != found["c"]
+    assert made.calls == 1 and (tmp_path / "x.json.parts").is_dir()
+    # a line that was torn is made again
+    with (tmp_path / "x.json.parts" / "parts.jsonl").open("ab") as file:
+        file.write(b'{"id": "second", "fou')
+    parts = Parts(out, False, "bench --out x.json")
+    parts.begin([1, 2])
+    assert parts.of("second", lambda: 5) == 5 and parts.of("first", made)["a"] == [1, 2] and made.calls == 1
+    parts.save({"all": 1})
+    assert json.loads(out.read_text()) == {"all": 1} and list(tmp_path.iterdir()) == [out]
+
+
+def test_parts_of_another_run(tmp_path):
+    out = tmp_path / "x.json"
+    first = Parts(out, False, "bench --gamma 3")
+    first.begin("text")
+    first.of("a", lambda: 1)
+    for command, inputs, what in (("bench --gamma 4", "text", "command"), ("bench --gamma 3", "other", "inputs")):
+        with pytest.raises(ValueError, match=f"x.json.parts holds a run with other .'{what}'.*remove it"):
+            Parts(out, False, command).begin(inputs)
+    forced = Parts(out, True, "bench --gamma 3 --force")
+    forced.begin("text")  # of the same one, but for the option
+    assert forced.of("a", lambda: 2) == 1
+    forced = Parts(out, True, "bench --gamma 4 --force")
+    forced.begin("text")
+    assert forced.of("a", lambda: 2) == 2
+    out.write_text("{}")
+    with pytest.raises(ValueError, match="exists: choose another name, or pass --force"):
+        Parts(out, False, "bench")
+    with_no_file = Parts()
+    with_no_file.begin("text")
+    assert with_no_file.of("a", lambda: 3) == 3
+    with_no_file.save({})
+
+
+def test_a_replay_goes_on(tmp_path, monkeypatch):
+    target = tiny_model("qwen2", eos_token_id=None)
+    draft, contexts, told = noisy_copy(target, 0.05), random_prompts([40, 33, 51]), []
+
+    def run(**options):
+        return measure.fidelity(target, draft, contexts, budgets=[24], new_tokens=8, **options)
+
+    whole, replay = run(), measure.replay
+    monkeypatch.setattr(measure, "replay", Counted(replay, end=3))
+    with pytest.raises(KeyboardInterrupt):
+        run(parts=Parts(tmp_path / "x.json", False, "fidelity"))
+    monkeypatch.setattr(measure, "replay", Counted(replay))
+    parts = Parts(tmp_path / "x.json", False, "fidelity")
+    assert run(parts=parts, progress=lambda *what: told.append(what)) == whole
+    assert measure.replay.calls == 1 and told[-1] == ("fidelity", 6, 6)
+
+
+def test_a_decode_bench_goes_on(tmp_path, monkeypatch):
+    target = tiny_model("qwen2")
+    draft = noisy_copy(target, 0.02)
+    texts = {"a": torch.randint(3, 160, (400,), generator=torch.Generator().manual_seed(0)).tolist()}
+
+    def run():
+        parts = Parts(tmp_path / "x.json", False, "bench decode")
+        arms = ("vanilla", "dustin")
+        return real.run_real(target, draft, texts, (48, 64), (2,), 3, 32, arms, 16, "bench decode", parts=parts)
+
+    measured = real._measure
+    monkeypatch.setattr(real, "_measure", Counted(measured, end=2))
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    monkeypatch.setattr(real, "_measure", Counted(measured))
+    found = run()
+    assert real._measure.calls == 1 and [row["context"] for row in found["rows"]] == [48, 48, 64, 64]
+    assert all(row["over_vanilla"] > 0 and row["new_tokens"] == [16, 16] for row in found["rows"])
+
+
+@pytest.mark.parametrize("bench", [kernels, overhead])
+def test_kernel_benches_go_on(cpu_as_gpu, bench, tmp_path, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(overhead, "check_cuda", lambda: None)
+    monkeypatch.setattr(overhead, "copy_rate", lambda: 4000.0)
+    monkeypatch.setattr(overhead._Estimators, "_time", lambda self, call: (call(0), 2.0)[1])
+
+    def run():
+        parts = Parts(tmp_path / "x.json", False, "bench")
+        if bench is kernels:
+            return kernels.run_kernels([(TARGET, DRAFT)], (96, 160), (2,), 3, 32, "bench", None, parts)
+        return overhead.run_overhead(TARGET, DRAFT, (96, 160), 2, 3, 32, "bench", None, parts)
+
+    measured = bench._measured
+    monkeypatch.setattr(bench, "_measured", Counted(measured, end=2))
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    monkeypatch.setattr(bench, "_measured", Counted(measured))
+    found = run()
+    assert bench._measured.calls == 1
+    assert list(dict.fromkeys(row["context"] for row in found["rows"])) == [96, 160]
