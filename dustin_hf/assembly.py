@@ -17,7 +17,7 @@ from dustin_hf.model_patches.attention import block_attention
 from dustin_hf.model_patches.families import family_of
 from dustin_hf.pool import Pool, rounded
 from dustin_hf.prefill import held_prefixes, prefill
-from dustin_hf.processing import for_drafts
+from dustin_hf.processing import for_drafts, prepared
 from dustin_hf.profile import DustinProfile, Heads
 from dustin_hf.scoring import HeadScorer
 from dustin_hf.selection import PolicyContext, build_policy
@@ -161,6 +161,7 @@ def assemble(
         gamma = _resolve_gamma(num_assistant_tokens, config, profile, draft)
 
     device, (batch, width) = input_device(target), input_ids.shape
+    logits_processor = prepared(logits_processor, batch, device)
     ending = Ending.of(stopping_criteria, device, width)
     limit = ending.limit
     pad = generation_config._pad_token_tensor

@@ -1,5 +1,6 @@
 """DustinConfig: the options a user gives as `cache_config`."""
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -55,7 +56,8 @@ class DustinConfig:
                 f"`budget` must be at least sinks + window + 1 = {self.sinks + self.window + 1}, got {self.budget}; "
                 "protected tokens count in the budget: raise it, or lower `sinks` or `window`"
             )
-        if self.draft_share is not None and not 0 <= self.draft_share <= 1:
+        share = self.draft_share
+        if share is not None and (not isinstance(share, int | float) or not 0 <= share <= 1):
             raise ValueError(f"`draft_share` must be between 0 and 1, got {self.draft_share!r}")
         check_num_assistant_tokens(self.num_assistant_tokens)
         if self.draft_cache not in DRAFT_CACHES:
@@ -79,6 +81,8 @@ class DustinConfig:
         """
         if isinstance(cache_config, DustinConfig):
             return cache_config
+        if not isinstance(cache_config, Mapping | None):
+            raise ValueError(f"`cache_config` must be a dict or a DustinConfig, got {type(cache_config).__name__}")
         cache_config = {} if cache_config is None else dict(cache_config)
         known = [f.name for f in fields(cls)]
         unknown = sorted(set(cache_config) - set(known))

@@ -256,7 +256,7 @@ class PromptLookupProposer(Proposer):
         rows = torch.arange(len(sequences), device=sequences.device)[:, None]
         begin = first - lengths - 1  # pads of each row
         source = first.clone()  # column of the first token to copy; `first` itself where nothing was found
-        for size in range(self.max_ngram, 0, -1):
+        for size in range(min(self.max_ngram, sequences.shape[1]), 0, -1):
             windows = sequences.unfold(1, size, 1)  # [B, columns - size + 1, size]
             ngram = sequences[rows, first[:, None] + torch.arange(-size, 0, device=first.device)]
             places = torch.arange(windows.shape[1], device=first.device)

@@ -13,7 +13,7 @@ from dustin_hf.forward import CompiledForward, Forward, StockForward, input_devi
 from dustin_hf.fused import fusion_obstacle
 from dustin_hf.graphs import CapturedForward, StepGraph, step_key
 from dustin_hf.model_patches.attention import block_attention
-from dustin_hf.modules import modules_of, parameters_of
+from dustin_hf.modules import has_hooks, parameters_of
 from dustin_hf.pool import Pool, capturing, rounded
 from dustin_hf.processing import needs_prefix, waits
 from dustin_hf.stats import StatsRecorder
@@ -51,7 +51,8 @@ def choose_backend(asked: str, parts: StepParts) -> Backend:
         ValueError: if `"graph"` is asked for where nothing can be captured.
     """
     if asked in ("eager", "compiled"):
-        return Backend(asked, "asked for")
+        hooked = asked == "compiled" and any(has_hooks(model) for model in _models(parts))
+        return Backend(asked, "asked for; a model with hooks runs op by op" if hooked else "asked for")
     obstacle = _capture_obstacle(parts)
     if obstacle is not None:
         if asked == "graph":
@@ -75,7 +76,7 @@ def _capture_obstacle(parts: StepParts) -> str | None:
             return "not all weights are on CUDA"
         if len(devices) > 1:
             return "a model is on several devices"
-        if any(m._forward_hooks or m._forward_pre_hooks or "_hf_hook" in m.__dict__ for m in modules_of(model)):
+        if has_hooks(model):
             return "hooks on the models would not run in replays"
     if torch.is_autocast_enabled("cuda"):
         return "autocast is on, whose copies of the weights are gone after it"
@@ -193,7 +194,7 @@ class CapturedSteps:
         if graph is None:
             return _op_by_op(self.parts, self.state, self.gamma, None, self.recorder)
         if graph is not self.graph:
-            graph.load(self.state if self.graph is None else self.graph.state)
+            graph.load(self.state if self.graph is None else self.graph.state, self.parts.processors)
             self.graph = graph
         report: list[list[float]] = graph.replay().tolist()
         self.recorder.replayed.update(graph.clock.seconds())
@@ -232,7 +233,9 @@ def with_fused_forwards(parts: StepParts, pool: Pool, compiling: bool = False) -
     def better(forward: Forward) -> Forward:
         if fusion_obstacle(forward.model) is None:
             return pool.fused(forward.model, parts.cache.capacity)
-        return CompiledForward(forward.model) if compiling and isinstance(forward, StockForward) else forward
+        # compiled code of one layer would serve the next one, whatever hooks that has
+        compiled = compiling and isinstance(forward, StockForward) and not has_hooks(forward.model)
+        return CompiledForward(forward.model) if compiled else forward
 
     if isinstance(parts.proposer, ModelProposer):
         parts.proposer.forward = better(parts.proposer.forward)

@@ -15,7 +15,7 @@ from dustin_hf.pool import Pool
 from dustin_hf.profile import DustinProfile
 from dustin_hf.stats import GenerationStats, StatsRecorder
 from dustin_hf.streaming import BatchStreamer
-from dustin_hf.validation import check_inputs, check_mode, check_pair
+from dustin_hf.validation import check_inputs, check_mode, check_model_kwargs, check_own_inputs, check_pair
 
 if TYPE_CHECKING:
     from typing import Any as _Model  # a PreTrainedModel that generates, once mixed in
@@ -27,6 +27,16 @@ else:
 logger = logging.get_logger(__name__)
 
 CACHE_IMPLEMENTATION = "dustin"
+# What stock `generate` hands to a decoding method besides the model's own arguments.
+_MODE_ARGUMENTS = (
+    "assistant_model",
+    "assistant_tokenizer",
+    "logits_processor",
+    "stopping_criteria",
+    "streamer",
+    "synced_gpus",
+    "tokenizer",
+)
 
 
 @dataclass
@@ -88,6 +98,7 @@ class DustinGenerationMixin(_Model):
             return super()._validate_generation_mode(generation_mode, generation_config, generation_mode_kwargs)
         check_mode(generation_mode, generation_config, generation_mode_kwargs)
         check_pair(self, generation_mode_kwargs.get("assistant_model"))
+        check_own_inputs(self)
         DustinConfig.from_cache_config(generation_config.cache_config)
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
@@ -103,6 +114,7 @@ class DustinGenerationMixin(_Model):
     def _assisted_decoding(self, input_ids, generation_config, **kwargs):
         if generation_config.cache_implementation != CACHE_IMPLEMENTATION:
             return super()._assisted_decoding(input_ids, generation_config=generation_config, **kwargs)
+        check_model_kwargs({name: value for name, value in kwargs.items() if name not in _MODE_ARGUMENTS})
         streamer = kwargs.get("streamer")
         if streamer is not None and len(input_ids) > 1 and not isinstance(streamer, BatchStreamer):
             raise ValueError(

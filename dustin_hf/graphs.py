@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from transformers.generation.logits_process import LogitsProcessorList
 from transformers.utils import logging
 
 from dustin_hf.cache import DustinCache, ordinary_tensors
@@ -12,6 +13,7 @@ from dustin_hf.forward import Forward, input_device
 from dustin_hf.model_patches.attention import BlockAttention
 from dustin_hf.modules import parameters_of
 from dustin_hf.pool import Pool
+from dustin_hf.processing import described, of_rows
 from dustin_hf.stats import Clock
 from dustin_hf.step import DecodeState, StepParts, speculative_step
 
@@ -36,6 +38,7 @@ class StepGraph:
         self.state = _copy(state, columns)
         # what it reads of its state besides the tokens; a first step has none, and leaves some
         self.started_from = dict(self.state.history)
+        self.of_rows = of_rows(parts.processors)
         # tensors that the captured kernels read
         proposer = parts.proposer
         self.kept_alive: tuple[Any, ...] = (parts.forward, parts.policy, parts.processors, parts.ending)
@@ -48,9 +51,11 @@ class StepGraph:
         with pool.captured(self.device) as self.graph:
             self.report = speculative_step(parts, self.state, gamma, None, self.clock)
 
-    def load(self, state: DecodeState) -> None:
-        """Start from where a call stands."""
+    def load(self, state: DecodeState, processors: LogitsProcessorList) -> None:
+        """Start from where a call stands, whose processors are described alike."""
         _assign(self.state, state)
+        for own, value in zip(self.of_rows, of_rows(processors)):
+            own.copy_(value)
         for layer, q in self.started_from.items():
             q.copy_(state.history[layer])
         if self.state.view is not None and state.view is not None:
@@ -79,7 +84,7 @@ def step_key(parts: StepParts, gamma: int, columns: int) -> tuple:
         forwards.append(proposer.forward)
         shared = proposer.cache._shared
         drafting += (id(shared), shared.generation, proposer.kind, proposer.sinks, proposer.window, proposer.size)
-        drafting += (_described(proposer.processors), tuple(proposer.heads.items()), proposer.do_sample)
+        drafting += (described(proposer.processors), tuple(proposer.heads.items()), proposer.do_sample)
         drafting += (type(proposer.forward).__name__,)
     elif isinstance(proposer, PromptLookupProposer):
         drafting += (proposer.max_ngram, proposer.do_sample)
@@ -90,7 +95,7 @@ def step_key(parts: StepParts, gamma: int, columns: int) -> tuple:
         drafting,
         parts.policy.signature,
         type(parts.forward).__name__,
-        _described(parts.processors),
+        described(parts.processors),
         parts.accept,
         parts.pad_token_id,
         None if eos is None else tuple(eos.tolist()),
@@ -185,12 +190,3 @@ def _assign(to: DecodeState, state: DecodeState) -> None:
     to.first.copy_(state.first)
     to.finished.copy_(state.finished)
     to.limit.copy_(state.limit)
-
-
-def _described(processors: Any) -> tuple:
-    """Processors by what they do."""
-
-    def plain(value: Any) -> Any:
-        return tuple(value.flatten().tolist()) if isinstance(value, torch.Tensor) else repr(value)
-
-    return tuple((type(p).__name__, *((k, plain(v)) for k, v in sorted(vars(p).items()))) for p in processors)

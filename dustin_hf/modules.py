@@ -18,3 +18,8 @@ def modules_of(*models: nn.Module) -> list[nn.Module]:
 def parameters_of(*models: nn.Module) -> list[nn.Parameter]:
     """All parameters; one that modules share comes more than once."""
     return [p for module in modules_of(*models) for p in module._parameters.values() if p is not None]
+
+
+def has_hooks(model: nn.Module) -> bool:
+    """Whether anything runs around a module's forward, accelerate's hooks included."""
+    return any(m._forward_hooks or m._forward_pre_hooks or "_hf_hook" in m.__dict__ for m in modules_of(model))

@@ -1,7 +1,8 @@
 """Prompts into a DustinCache: unpadded, in chunks, nothing twice; sdpa without masks, or what the user chose."""
 
+import functools
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -46,7 +47,7 @@ def prefill(
     prompt shares with the row before it (one document, many questions; several return sequences) is copied.
 
     Args:
-        model: target or draft; its decoder is called without the language-modelling head.
+        model: target or draft; its decoder is called, or where hooks may change its inputs, the model.
         cache: with a row for each prompt; changed.
         sequences: left-padded prompts, `[B, W]`.
         pads: pads at the start of each row, as Python ints: prompts keep their own shape here, but short ones on CUDA,
@@ -55,7 +56,8 @@ def prefill(
         chunk_size: most tokens per forward, so that activations of long prompts stay small. Default: 8192 on CUDA
             devices, 2048 elsewhere.
     """
-    decoder, device = model.get_decoder(), sequences.device
+    device = sequences.device
+    decoder: Any = functools.partial(model, logits_to_keep=1) if model._forward_pre_hooks else model.get_decoder()
     chunk_size = chunk_size or DEFAULT_CHUNK.get(device.type, DEFAULT_CHUNK_ELSEWHERE)
     free = min(chunk_size, FREE_TOKENS.get(device.type, 0))
     begins = torch.tensor(pads, device=device)[:, None]

@@ -1,11 +1,36 @@
 """Logits processors over a block of positions, each position seeing exactly the prefix that stock generate shows it."""
 
+import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from transformers.generation import logits_process as stock
+
+
+class TopKThenTopP(stock.LogitsProcessor):
+    """Both stock warpers in turn, without sorting the vocabulary: top-k leaves a few tokens.
+
+    Args:
+        top_k: keeps all tokens whose score is at least the k-th; up to 256 of equal score more than k, here.
+        top_p: keeps the best of them; which ones of equal scores is no more defined than in stock.
+    """
+
+    SHARING = 256
+
+    def __init__(self, top_k: stock.TopKLogitsWarper, top_p: stock.TopPLogitsWarper):
+        self.top_k, self.top_p, self.kept = top_k.top_k, top_p.top_p, top_p.min_tokens_to_keep
+
+    def __call__(self, input_ids: torch.Tensor | None, scores: torch.Tensor) -> torch.Tensor:
+        k = min(self.top_k, scores.shape[-1])
+        values, ids = scores.topk(min(k + self.SHARING, scores.shape[-1]))
+        values = values.masked_fill(values < values[:, k - 1 : k], float("-inf")).flip(1)  # the least first, as stock
+        removed = values.softmax(-1).cumsum(-1) <= 1 - self.top_p
+        removed[:, -self.kept :] = False
+        values = values.masked_fill(removed, float("-inf"))
+        return torch.full_like(scores, float("-inf")).scatter_(1, ids.flip(1), values)
+
 
 # Stateless functions of the scores alone: a whole block can go through them at once.
 PREFIX_FREE = (
@@ -16,6 +41,7 @@ PREFIX_FREE = (
     stock.MinPLogitsWarper,
     stock.TemperatureLogitsWarper,
     stock.TopHLogitsWarper,
+    TopKThenTopP,
     stock.TopKLogitsWarper,
     stock.TopPLogitsWarper,
     stock.TypicalLogitsWarper,
@@ -37,6 +63,53 @@ STATELESS = PREFIX_FREE + (
 )
 # These keep state from one call to the next, in step with a sequence that only grows; drafts get rejected.
 REFUSED = (stock.SynthIDTextWatermarkLogitsProcessor, stock.UnbatchedClassifierFreeGuidanceLogitsProcessor)
+
+
+def prepared(processors: Sequence[Any], batch: int, device: torch.device) -> stock.LogitsProcessorList:
+    """The same processors, where top-p comes right after top-k as one, and with tensors for each row where steps run.
+
+    Raises:
+        ValueError: if a tensor for each row is of another batch.
+    """
+    found = stock.LogitsProcessorList()
+    for processor in processors:
+        for name, value in _of_rows(processor):
+            if len(value) != batch:
+                raise ValueError(f"`{name}` of {type(processor).__name__} has {len(value)} rows, `input_ids` {batch}")
+            processor = copy.copy(processor)  # the caller's stays as it is
+            setattr(processor, name, value.to(device, copy=True))
+        before: Any = found[-1] if found else None
+        pair = type(before) is stock.TopKLogitsWarper and type(processor) is stock.TopPLogitsWarper
+        if pair and before.filter_value == processor.filter_value == float("-inf"):
+            found[-1] = TopKThenTopP(before, processor)
+        else:
+            found.append(processor)
+    return found
+
+
+def _of_rows(processor: Any) -> list[tuple[str, torch.Tensor]]:
+    """Names and values of what a stock processor holds for each row."""
+    value = getattr(processor, "prompt_ignore_length", None)
+    if type(processor) is stock.RepetitionPenaltyLogitsProcessor and isinstance(value, torch.Tensor):
+        return [("prompt_ignore_length", value)]
+    return []
+
+
+def of_rows(processors: Sequence[Any]) -> list[torch.Tensor]:
+    """All that processors hold for each row: captured steps find it in place."""
+    return [value for processor in processors for _, value in _of_rows(processor)]
+
+
+def described(processors: Sequence[Any]) -> tuple:
+    """Processors by what they do to rows, whatever they hold for each."""
+
+    def plain(value: Any) -> Any:
+        return tuple(value.flatten().tolist()) if isinstance(value, torch.Tensor) else repr(value)
+
+    return tuple(
+        (type(p).__name__, *((k, plain(v)) for k, v in sorted(vars(p).items()) if k not in dict(_of_rows(p))))
+        for p in processors
+    )
 
 
 def for_drafts(processors: stock.LogitsProcessorList) -> stock.LogitsProcessorList:
@@ -105,7 +178,8 @@ def process_block(
             here = (at >= 0) & (at < block)
             position = at.clamp(0, block - 1)
             processed = processor(sequences[:, :column], scores[rows, position])
-            result[rows[here], position[here]] = processed[here]
+            result = result.to(torch.promote_types(result.dtype, processed.dtype))
+            result[rows[here], position[here]] = processed[here].to(result.dtype)
         scores = result
     return scores
 
@@ -146,7 +220,8 @@ def _repetition_penalty(
     processor: Any, sequences: torch.Tensor, first: torch.Tensor, scores: torch.Tensor
 ) -> torch.Tensor:
     batch, block, vocabulary = scores.shape
-    skipped = processor.prompt_ignore_length or 0
+    skipped = processor.prompt_ignore_length
+    skipped = skipped[:, None] if isinstance(skipped, torch.Tensor) else skipped or 0  # of each row, or of all
     # one place more than tokens, for those that do not count
     seen = scores.new_zeros(batch, vocabulary + 1, dtype=torch.bool)
 
@@ -171,7 +246,7 @@ def _are(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
 
     `torch.isin` sorts where there are many ids, for which the host waits.
     """
-    vocabulary, ids = scores.shape[-1], ids.reshape(-1).to(scores.device)
+    vocabulary, ids = scores.shape[-1], ids.reshape(-1).to(scores.device, torch.long)
     found = torch.zeros(vocabulary + 1, dtype=torch.bool, device=scores.device)  # the last place is for all others
     return found.index_fill_(0, torch.where((ids >= 0) & (ids < vocabulary), ids, vocabulary), True)[:-1]
 
@@ -207,6 +282,4 @@ _OVER_BLOCKS: dict[type, Callable[[Any, torch.Tensor, torch.Tensor, torch.Tensor
 
 def _over_blocks(processor: Any) -> Callable[[Any, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None:
     """What stands for a processor over a block; None if it has to be called itself."""
-    if isinstance(getattr(processor, "prompt_ignore_length", None), torch.Tensor):  # one for each row
-        return None
     return _OVER_BLOCKS.get(type(processor))

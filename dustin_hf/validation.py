@@ -6,6 +6,7 @@ import psutil
 import torch
 from transformers.generation.configuration_utils import GenerationMode
 
+from dustin_hf._compat import CACHE_ARGS
 from dustin_hf.cache import DustinCache
 from dustin_hf.model_patches.families import ModelFamily, family_of
 from dustin_hf.modules import parameters_of
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 # Vocabularies of one tokenizer are padded to multiples of 128 times a tensor-parallel degree of up to 8.
 MAX_VOCABULARY_PADDING = 1024
 
+# Arguments of the model that `generate` adds itself, or that mean the same here.
+_SERVED_ARGUMENTS = (*CACHE_ARGS, "attention_mask", "logits_to_keep", "position_ids", "use_cache")
 # Generation options that mean something Dustin does not do: option -> what to do instead.
 _REFUSED_OPTIONS = {
     "output_attentions": "not supported: sparse verification has no full attention maps",
@@ -36,6 +39,10 @@ def check_inputs(inputs: torch.Tensor | None, kwargs: dict[str, Any]) -> None:
         raise ValueError(
             "`inputs_embeds` is not supported with cache_implementation='dustin': a draft needs token ids; "
             "pass `input_ids`"
+        )
+    if callable(kwargs.get("custom_generate")):
+        raise ValueError(
+            "`custom_generate` is a function, which decodes by itself: leave it out, or `cache_implementation='dustin'`"
         )
     ids = kwargs.get("input_ids") if inputs is None else inputs
     if ids is not None and ids.numel() == 0:
@@ -62,9 +69,10 @@ def check_mode(mode: str, generation_config: "GenerationConfig", mode_kwargs: di
             "`assistant_model` is needed with cache_implementation='dustin': pass a small model of the same "
             "tokenizer, or the model itself to draft over a streaming cache, or set `prompt_lookup_num_tokens`"
         )
-    lookup = generation_config.prompt_lookup_num_tokens
-    if lookup is not None and (isinstance(lookup, bool) or not isinstance(lookup, int) or lookup < 1):
-        raise ValueError(f"`prompt_lookup_num_tokens` must be a positive integer, got {lookup!r}")
+    for name in ("prompt_lookup_num_tokens", "max_matching_ngram_size", "prefill_chunk_size"):
+        value = getattr(generation_config, name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise ValueError(f"`{name}` must be a positive integer, got {value!r}")
     if generation_config.use_cache is False:
         raise ValueError("`use_cache=False` cannot be had with cache_implementation='dustin': leave it out")
     schedule = generation_config.num_assistant_tokens_schedule
@@ -76,6 +84,31 @@ def check_mode(mode: str, generation_config: "GenerationConfig", mode_kwargs: di
     if mode_kwargs.get("synced_gpus"):
         raise ValueError("`synced_gpus=True` is not supported yet with 'dustin': ranks accept different amounts")
     check_tokenizers(mode_kwargs.get("tokenizer"), mode_kwargs.get("assistant_tokenizer"))
+
+
+def check_model_kwargs(model_kwargs: dict[str, Any]) -> None:
+    """Refuse what a model's own `generate` would hand on to its forward, such as pixels, and blocks here would lack."""
+    more = sorted(name for name, value in model_kwargs.items() if value is not None and name not in _SERVED_ARGUMENTS)
+    if more:
+        raise ValueError(
+            f"with cache_implementation='dustin' a language model runs over `input_ids` alone, got {more} too: leave out "
+            "images and whatever else the model takes"
+        )
+
+
+def check_own_inputs(model: "PreTrainedModel") -> None:
+    """Refuse models that rewrite their inputs on every step: PEFT's learned prompts, and classes of one's own."""
+    prepare = model.prepare_inputs_for_generation
+    tuned = getattr(getattr(prepare, "__self__", None), "active_peft_config", None)
+    if getattr(tuned, "is_prompt_learning", False) or (tuned is None and not _is_stock(prepare)):
+        raise ValueError(
+            "`prepare_inputs_for_generation` of the model is not that of transformers, and 'dustin' feeds blocks of "
+            "token ids without it (learned prompts of PEFT, for one, would be lost): generate without 'dustin'"
+        )
+
+
+def _is_stock(function: Any) -> bool:
+    return str(getattr(function, "__module__", "")).partition(".")[0] == "transformers"
 
 
 def check_tokenizers(tokenizer: Any, assistant_tokenizer: Any) -> None:
@@ -98,6 +131,8 @@ def check_pair(target: "PreTrainedModel", draft: "PreTrainedModel | None") -> No
     for model, name in ((target, "model"), (draft, "assistant_model")):
         if model is None:
             continue
+        if not hasattr(model, "config"):
+            raise ValueError(f"`{name}` must be a transformers model, got {type(model).__name__}")
         config = model.config.get_text_config(decoder=True)
         family_of(config, name).check(config, name)
     wanted, got = (

@@ -8,6 +8,7 @@ import pytest
 import torch
 from accelerate import dispatch_model
 from helpers import dustin, padded, plain
+from transformers import RepetitionPenaltyLogitsProcessor
 
 import dustin_hf
 from dustin_hf import DustinProfile
@@ -122,6 +123,22 @@ def test_stock_processors_of_the_text_are_captured(pair, sampled):
     assert "one CUDA graph a step" in out.stats.backend_reason
     assert results[1] == results[2] and (sampled or results[0] == results[1])
     assert all(not {7, 20, 33} & set(row[:30]) for row in rows)
+
+
+def test_captured_penalties_that_skip_pads(pair):
+    """Stock makes them for batches with pads: each call has its own, the captured step serves all."""
+    target, draft, found = on(pair.target, "cuda"), on(pair.M, "cuda"), []
+    with dustin_hf.enable(target):
+        for skipped in ([78, 60, 85, 0], [80, 70, 86, 40]):
+            penalty = RepetitionPenaltyLogitsProcessor(1.7)
+            penalty.prompt_ignore_length = torch.tensor(skipped)
+            for backend in ("graph", "eager"):
+                config = {"budget": 24, "backend": backend}
+                rows, out = run(target, draft, "cuda", cache_config=config, logits_processor=[penalty])
+                found.append(rows)
+                assert backend == "eager" or out.stats.backend_reason == "one CUDA graph a step"
+                assert ("capture" in out.stats.seconds) == (backend == "graph" and len(found) == 1)
+    assert found[0] == found[1] != found[2] == found[3]
 
 
 def test_what_cannot_be_captured(pair):

@@ -64,6 +64,28 @@ def test_draft_with_fewer_positions_p29(pair, family, length):
     assert_rows_equal_plain(pair.target, draft, random_prompts([length]), new=40)
 
 
+def test_longer_n_grams_than_text(pair):
+    options = {"prompt_lookup_num_tokens": 2, "max_matching_ngram_size": 50}
+    assert_rows_equal_plain(pair.target, None, [[5, 6, 7]], new=3, **options)
+
+
+def test_hooks_on_the_whole_model(pair):
+    """They see prompts as well as blocks."""
+    target = copy.deepcopy(pair.target)
+    target.register_forward_pre_hook(
+        lambda module, args, kwargs: (args, {**kwargs, "input_ids": (kwargs["input_ids"] + 1) % 160}), with_kwargs=True
+    )
+    assert_rows_equal_plain(target, pair.M, random_prompts([12, 30, 5]))
+
+
+@pytest.mark.parametrize("hooked", [0, 1])
+def test_hooks_in_compiled_models(pair, hooked):
+    target = copy.deepcopy(pair.target)
+    target.model.layers[hooked].mlp.register_forward_hook(lambda module, args, out: out * 0.5)
+    out = assert_rows_equal_plain(target, pair.M, random_prompts([12, 30]), config={"backend": "compiled"}, new=8)
+    assert out.stats.backend_reason == "asked for; a model with hooks runs op by op"
+
+
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_prompt_lookup(pair, do_sample):
     """Drafts from the text itself; no draft attention, so selection falls to the target's history."""

@@ -11,11 +11,13 @@ from transformers import (
     RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
+    TopPLogitsWarper,
 )
 
-from dustin_hf.processing import needs_prefix, process_block
+from dustin_hf.processing import TopKThenTopP, described, needs_prefix, of_rows, prepared, process_block
 from dustin_hf.testing import left_pad, random_prompts
 
+CPU = torch.device("cpu")
 PENALTIES = {
     "repetition": {"repetition_penalty": 1.5},
     "ngram": {"no_repeat_ngram_size": 2},
@@ -152,6 +154,82 @@ def test_processors_over_a_block_equal_stock_at_every_position(processor, block)
 def test_other_processors_are_called_themselves():
     own = Penalty(1.5)
     assert needs_prefix(LogitsProcessorList([own])) and needs_prefix(LogitsProcessorList([Recorder()]))
-    for_each_row = RepetitionPenaltyLogitsProcessor(1.5)
-    for_each_row.prompt_ignore_length = torch.tensor([3, 4])
-    assert needs_prefix(LogitsProcessorList([for_each_row]))
+
+
+@pytest.mark.parametrize("block", [1, 5])
+def test_penalty_that_skips_the_pads_of_each_row(block):
+    """As stock makes it for batches with pads; steps that are captured find other rows' in place."""
+    generator = torch.Generator().manual_seed(0)
+    sequences = torch.randint(0, 20, (3, 24), generator=generator)
+    first, logits = torch.tensor([8, 11, 15]), torch.randn(3, block, 20, generator=generator)
+    skipped = [0, 6, 9]
+    given = for_rows(1.7, skipped)
+    (found,) = prepared([given], 3, CPU)
+    assert found is not given and given.prompt_ignore_length.tolist() == skipped
+    scores = process_block([found], sequences, first, None, 30, logits)
+    for row, length in enumerate(skipped):
+        one = RepetitionPenaltyLogitsProcessor(1.7, prompt_ignore_length=length)
+        for i in range(block):
+            prefix = sequences[row : row + 1, : first[row] + i]
+            assert torch.equal(scores[row, i], one(prefix, logits[row : row + 1, i])[0])
+    others = prepared([for_rows(1.7, [1, 2, 3])], 3, CPU)
+    assert described([found]) == described(others) != described(prepared([for_rows(1.6, [1, 2, 3])], 3, CPU))
+    assert [x.tolist() for x in of_rows(others)] == [[1, 2, 3]] and of_rows([Recorder()]) == []
+    with pytest.raises(ValueError, match="`prompt_ignore_length` of RepetitionPenaltyLogitsProcessor has 3 rows"):
+        prepared([given], 4, CPU)
+
+
+def for_rows(penalty, skipped):
+    processor = RepetitionPenaltyLogitsProcessor(penalty)
+    processor.prompt_ignore_length = torch.tensor(skipped)  # older versions do not take it
+    return processor
+
+
+class Wider:
+    """Returns another dtype, as a bias from NumPy makes it."""
+
+    def __init__(self, dtype):
+        self.dtype = dtype
+
+    def __call__(self, input_ids, scores):
+        return scores.to(self.dtype) + torch.linspace(0, 3, scores.shape[1], dtype=self.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_processors_that_return_another_dtype(pair, dtype):
+    options = {"logits_processor": [Wider(dtype)], "renormalize_logits": True}
+    assert_rows_equal_plain(pair.target, pair.M, random_prompts([12, 30, 5]), **options)
+
+
+def test_nothing_to_suppress(pair):
+    assert_rows_equal_plain(pair.target, pair.M, random_prompts([12, 30, 5]), suppress_tokens=[])
+
+
+@pytest.mark.parametrize("top_p", [0.0, 0.3, 0.8, 0.95])
+@pytest.mark.parametrize("top_k", [1, 20, 50, 5000])
+@pytest.mark.parametrize("kept", [1, 3])
+def test_top_p_after_top_k_equals_stock(top_k, top_p, kept):
+    """Also where many scores are equal, as bfloat16 makes them, or ruled out."""
+    pair = [TopKLogitsWarper(top_k), TopPLogitsWarper(top_p, min_tokens_to_keep=kept)]
+    (found,) = prepared(pair, 6, CPU)
+    scores = 3 * torch.randn(6, 1000, generator=torch.Generator().manual_seed(top_k)).bfloat16().float()
+    scores[1, 10:] = float("-inf")
+    scores[2] = scores[2].round()
+    scores[3] = float("-inf")
+    expected, given = pair[1](None, pair[0](None, scores)), found(None, scores)
+    assert ((given == scores) | (given == float("-inf"))).all()
+    assert torch.equal(given.sort()[0], expected.sort()[0])  # of equal scores, any
+    # scores that more tokens share than there is room for: some of them
+    flat = found(None, torch.zeros(1, 1000))
+    assert k_of(flat) == k_of(pair[1](None, torch.zeros(1, min(1000, top_k + 256))))
+
+
+def k_of(scores):
+    return int(scores.isfinite().sum())
+
+
+def test_only_stock_neighbours_become_one():
+    k, p, own = TopKLogitsWarper(5), TopPLogitsWarper(0.5), type("Own", (TopKLogitsWarper,), {})(5)
+    for given in ([p, k], [k, TemperatureLogitsWarper(0.5), p], [own, p], [TopKLogitsWarper(5, -1e9), p], []):
+        assert list(prepared(given, 1, CPU)) == given
+    assert [type(x) for x in prepared([k, p, k], 1, CPU)] == [TopKThenTopP, TopKLogitsWarper]

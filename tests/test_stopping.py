@@ -47,7 +47,7 @@ def test_no_drafts_beyond_the_limit_p04(pair, kind):
     prompts = random_prompts([9, 20])
     draft = pair.drafts[kind]
     blocks = []  # tokens of every forward of the decode loop
-    hook = draft.register_forward_pre_hook(lambda m, args, kw: blocks.append(kw["input_ids"].shape), with_kwargs=True)
+    hook = draft.register_forward_hook(lambda m, a, kw, out: blocks.append(kw["input_ids"].shape), with_kwargs=True)
     _, out = dustin(pair.target, draft, prompts, gamma=7, new=1, eos_token_id=None)
     assert out.stats.draft_calls == 0 and out.stats.drafted == [0, 0]
     assert blocks == ([(2, 1)] if kind == "self" else [])

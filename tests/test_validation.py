@@ -69,6 +69,14 @@ CALLS = {
     ),
     "draft cache": ({"cache_config": {"draft_cache": "none"}}, "`draft_cache` must be one of"),
     "gamma": ({"num_assistant_tokens": 0}, "`num_assistant_tokens` must be a positive integer, got 0"),
+    "n-grams": ({"max_matching_ngram_size": -1, "prompt_lookup_num_tokens": 2}, "`max_matching_ngram_size` must be"),
+    "prefill chunk": ({"prefill_chunk_size": -1}, "`prefill_chunk_size` must be a positive integer, got -1"),
+    "no prefill chunk": ({"prefill_chunk_size": 0}, "`prefill_chunk_size` must be a positive integer, got 0"),
+    "options as a list": ({"cache_config": [1]}, "`cache_config` must be a dict or a DustinConfig, got list"),
+    "share as text": ({"cache_config": {"draft_share": "x"}}, "`draft_share` must be between 0 and 1, got 'x'"),
+    "draft as text": ({"assistant_model": "x"}, "`assistant_model` must be a transformers model, got str"),
+    "own decoding": ({"custom_generate": lambda *args, **kwargs: None}, "`custom_generate` is a function"),
+    "causality": ({"is_causal": False}, r"over `input_ids` alone, got \['is_causal'\] too"),
     "gamma as option": ({"cache_config": {"num_assistant_tokens": 2.5}}, "positive integer, got 2.5"),
     "schedule": ({"num_assistant_tokens_schedule": "heuristic"}, "use 'constant'"),
     "guidance": ({"guidance_scale": 1.5}, "leave out `guidance_scale`"),
@@ -267,3 +275,44 @@ def test_rows_of_logits_p65(pair):
     hook.remove()
     assert len(rows) == out.stats.target_calls
     assert set(rows) <= {(2, n) for n in range(1, 6)} and rows[0] == (2, 5)
+
+
+def test_pixels_are_not_lost():
+    """Models around a supported one have inputs that blocks of its tokens would lack."""
+    from transformers import CLIPVisionConfig, LlavaConfig, LlavaForConditionalGeneration
+
+    text = tiny_model("llama").config.to_dict()
+    text.pop("transformers_version", None)
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision = CLIPVisionConfig(**sizes, image_size=16, patch_size=8).to_dict()
+    model = LlavaForConditionalGeneration(
+        LlavaConfig(vision_config=vision, text_config=text, image_token_index=150)
+    ).eval()
+    call = {"input_ids": torch.tensor([[5, 150, 150, 150, 150, 9]]), "pixel_values": torch.randn(1, 3, 16, 16)}
+    call |= {"assistant_model": tiny_model("llama", 1), "cache_implementation": "dustin", "max_new_tokens": 4}
+    with (
+        dustin_hf.enable(model),
+        pytest.raises(ValueError, match="over `input_ids` alone, .* images"),
+    ):
+        model.generate(**call)
+
+
+@pytest.mark.parametrize("kind", ["prompt tuning", "lora", "own"])
+def test_inputs_that_are_rewritten(pair, monkeypatch, kind):
+    """PEFT puts its own method on the model it wraps; only learned prompts, and others' methods, need it."""
+
+    class Wrapper:
+        active_peft_config = type("Config", (), {"is_prompt_learning": kind == "prompt tuning"})
+
+        def prepare(self, *args, **kwargs):
+            raise AssertionError
+
+    prepare = Wrapper().prepare if kind != "own" else lambda *args, **kwargs: {}
+    monkeypatch.setattr(pair.target, "prepare_inputs_for_generation", prepare, raising=False)
+    call = {**left_pad(PROMPTS), "assistant_model": pair.M, "cache_implementation": "dustin", "max_new_tokens": 4}
+    with dustin_hf.enable(pair.target):
+        if kind == "lora":
+            assert pair.target.generate(**call).shape[1] == 16
+        else:
+            with pytest.raises(ValueError, match="`prepare_inputs_for_generation` of the model is not that of"):
+                pair.target.generate(**call)
