@@ -9,6 +9,7 @@ from typing import Any
 # Libraries that commands need, and the extra that brings each.
 EXTRAS = {
     "matplotlib": "eval",
+    "rapidfuzz": "eval",
     "rouge": "eval",
     "jieba": "eval",
     "optuna": "search",

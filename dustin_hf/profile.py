@@ -2,7 +2,9 @@
 
 import hashlib
 import json
+import shutil
 import tempfile
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
 
 PROFILE_NAME = "dustin_profile.json"
 CARD_NAME = "README.md"
+PLOTS_NAME = "plots"
 SCHEMA_VERSION = 1
 SHIPPED = Path(__file__).parent / "profiles"
 # Only cards with this line are written anew: a folder may hold a README of its own.
@@ -213,10 +216,14 @@ class DustinProfile:
         """The fields, ready for JSON."""
         return asdict(self)
 
-    def save_pretrained(self, folder: str | Path) -> Path:
+    def save_pretrained(self, folder: str | Path, plots: Iterable[str | Path] = ()) -> Path:
         """Write `dustin_profile.json` and its card `README.md` into `folder` (made if absent).
 
         A README that this did not write stays as it is.
+
+        Args:
+            folder: where to.
+            plots: PNG files to be copied into its `plots/`; the card shows all that are there.
 
         Returns:
             The path of the JSON file.
@@ -224,13 +231,24 @@ class DustinProfile:
         path = Path(folder) / PROFILE_NAME
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
+        shown = path.with_name(PLOTS_NAME)
+        for plot in map(Path, plots):
+            shown.mkdir(exist_ok=True)
+            if plot.resolve() != (shown / plot.name).resolve():
+                shutil.copyfile(plot, shown / plot.name)
         card = path.with_name(CARD_NAME)
         if not card.exists() or _GENERATED in card.read_text(encoding="utf-8"):
-            card.write_text(model_card(self), encoding="utf-8")
+            card.write_text(model_card(self, plots=_pngs(shown)), encoding="utf-8")
         return path
 
     def push_to_hub(
-        self, repo_id: str, *, private: bool | None = None, token: str | None = None, **upload_kwargs: Any
+        self,
+        repo_id: str,
+        *,
+        private: bool | None = None,
+        token: str | None = None,
+        plots: Iterable[str | Path] = (),
+        **upload_kwargs: Any,
     ) -> str:
         """Upload the profile and its card to a model repository of the Hub, made if absent.
 
@@ -238,6 +256,7 @@ class DustinProfile:
             repo_id: `user/name`.
             private: for a new repository.
             token: of the Hub. Default: the one of `hf auth login`.
+            plots: PNG files that the card shows.
             upload_kwargs: for `huggingface_hub.upload_folder`: `commit_message`, `revision`, `create_pr`, and so on.
 
         Returns:
@@ -247,7 +266,8 @@ class DustinProfile:
 
         repo_id = huggingface_hub.create_repo(repo_id, private=private, token=token, exist_ok=True).repo_id
         with tempfile.TemporaryDirectory() as folder:
-            self.save_pretrained(folder).with_name(CARD_NAME).write_text(model_card(self, repo_id), encoding="utf-8")
+            card = self.save_pretrained(folder, plots).with_name(CARD_NAME)
+            card.write_text(model_card(self, repo_id, _pngs(card.with_name(PLOTS_NAME))), encoding="utf-8")
             upload_kwargs.setdefault("commit_message", "Upload Dustin profile")
             commit = huggingface_hub.upload_folder(repo_id=repo_id, folder_path=folder, token=token, **upload_kwargs)
         return commit.commit_url
@@ -279,12 +299,17 @@ def _all_shipped() -> tuple[DustinProfile, ...]:
     return tuple(DustinProfile.from_pretrained(path) for path in sorted(SHIPPED.glob("*.json")))
 
 
-def model_card(profile: DustinProfile, name: str = "path/or/hub-id") -> str:
+def _pngs(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("*.png"))
+
+
+def model_card(profile: DustinProfile, name: str = "path/or/hub-id", plots: Sequence[str] = ()) -> str:
     """The card of a profile, Markdown with a YAML header.
 
     Args:
         profile: its fields and what its `metadata` tells are shown.
         name: what `enable(model, profile=...)` takes.
+        plots: files in `plots/` beside it.
     """
     data = profile.metadata
     target, draft = (str(data.get(model, {}).get("id", f"your {model}")) for model in ("target", "draft"))
@@ -306,16 +331,17 @@ def model_card(profile: DustinProfile, name: str = "path/or/hub-id") -> str:
         lines += [
             "Groups of target layers have sets of their own:",
             "",
-            "| from layer | target | draft |",
-            "|---|---|---|",
+            "| from layer | target | draft | m / k |",
+            "|---|---|---|---|",
         ]
         lines += [
-            f"| {group.first_layer} | {_heads_in_words(group.target_heads)} | {_heads_in_words(group.draft_heads)} |"
+            f"| {group.first_layer} | {_heads_in_words(group.target_heads)} | {_heads_in_words(group.draft_heads)} | "
+            f"{_shares_in_words(group)} |"
             for group in profile.layer_groups
         ]
         lines.append("")
-    shares = {str(k): share for k, share in sorted(profile.draft_shares.items())} or {"any": profile.draft_share}
-    lines += ["| budget k | m / k |", "|---|---|", *(f"| {k} | {share:.3f} |" for k, share in shares.items()), ""]
+    else:
+        lines += [f"Of the budget k the draft chooses m: {_shares_in_words(profile)}, as a share.", ""]
     arr = data.get("arr", {})
     if arr:
         policies = list(dict.fromkeys(policy for table in arr.values() for policy in table))
@@ -324,7 +350,7 @@ def model_card(profile: DustinProfile, name: str = "path/or/hub-id") -> str:
             "",
             "Share of the attention over the full cache that verification sees, the tokens of the block included; mean "
             "over heads, layers, windows and held-out texts. `oracle` knows the attention to come, with one set for "
-            "all layers as this profile has, or with one per layer.",
+            "all layers, or with one per layer." + (_ONE_SET if profile.layer_groups else ""),
             "",
             f"| budget | {' | '.join(policies)} |",
             "|---" * (len(policies) + 1) + "|",
@@ -333,6 +359,7 @@ def model_card(profile: DustinProfile, name: str = "path/or/hub-id") -> str:
             cells = (f"{table[policy]:.4f}" if policy in table else "" for policy in policies)
             lines.append(f"| {k} | {' | '.join(cells)} |")
         lines.append("")
+    lines += [line for plot in plots for line in (f"![{Path(plot).stem}]({PLOTS_NAME}/{plot})", "")]
     lines += [
         "## Use",
         "",
@@ -352,6 +379,14 @@ def model_card(profile: DustinProfile, name: str = "path/or/hub-id") -> str:
     ]
     lines += ["", "## Made with", "", "```json", json.dumps(_how_made(profile), indent=1), "```", ""]
     return "\n".join(lines)
+
+
+_ONE_SET = " The other policies here choose one set for all layers as well, with the heads of the first table."
+
+
+def _shares_in_words(part: "DustinProfile | LayerGroup") -> str:
+    by_budget = (f"{share:.3f} (k = {k})" for k, share in sorted(part.draft_shares.items()))
+    return ", ".join(by_budget) or f"{part.draft_share:.3f}"
 
 
 def _heads_in_words(heads: Heads) -> str:

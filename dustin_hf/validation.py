@@ -91,8 +91,8 @@ def check_model_kwargs(model_kwargs: dict[str, Any]) -> None:
     more = sorted(name for name, value in model_kwargs.items() if value is not None and name not in _SERVED_ARGUMENTS)
     if more:
         raise ValueError(
-            f"with cache_implementation='dustin' a language model runs over `input_ids` alone, got {more} too: leave out "
-            "images and whatever else the model takes"
+            f"with cache_implementation='dustin' a language model runs over `input_ids` alone, got {more} too: leave "
+            "out images and whatever else the model takes"
         )
 
 

@@ -63,8 +63,8 @@ class Method:
 
 
 def methods_of(modes: Sequence[str], budgets: Sequence[int]) -> list[Method]:
-    """Every mode with every budget; `"full"` once."""
-    return [Method(mode, budget) for mode in modes for budget in (budgets if mode != "full" else [None])]
+    """Every mode with every budget, each once; `"full"` without one."""
+    return list(dict.fromkeys(Method(m, budget) for m in modes for budget in (budgets if m != "full" else [None])))
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +174,7 @@ def answer(
         "dtype": str(target.dtype),
         "settings": asdict(settings),
         # a model's own, where nothing says otherwise: a repetition penalty stays in force
-        "generation": target.generation_config.to_diff_dict() if target.generation_config else {},
+        "generation": _own_generation(target),
         "profile": profile.to_dict(),
         "questions": {name: _digest(group) for name, group in groups.items()},
         **(about or {}),
@@ -200,6 +200,12 @@ def answer(
             if progress is not None:
                 progress(name, len(batches), len(batches))
     return folders
+
+
+def _own_generation(model: "PreTrainedModel") -> dict[str, Any]:
+    """What a model's generation config says, whichever version of transformers reads it."""
+    found = {} if model.generation_config is None else model.generation_config.to_diff_dict()
+    return {name: value for name, value in found.items() if name != "transformers_version"}
 
 
 def _answer(

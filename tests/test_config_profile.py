@@ -125,7 +125,7 @@ def test_card_of_a_profile(tmp_path):
         "# Dustin profile of Qwen/Qwen2.5-7B-Instruct with /models/small",
         "| target, last committed token | 17: 0, 3 |",
         "| draft, lookahead | 9: 1; 4: 2, 5 |",
-        "| 128 | 0.500 |",
+        "Of the budget k the draft chooses m: 0.500 (k = 128), 0.750 (k = 512), as a share.",
         "| budget | hybrid | oracle | more |",
         "| 128 | 0.9123 | 0.9300 |  |",
         'dustin_hf.enable(target, profile="path/or/hub-id")',
@@ -134,7 +134,27 @@ def test_card_of_a_profile(tmp_path):
     ]:
         assert line in body.split("\n")
     plain_card = model_card(DustinProfile({1: (0,)}, {0: (1,)}))
-    assert "| any | 0.750 |" in plain_card and "recovery rate\n" not in plain_card and "base_model" not in plain_card
+    assert (
+        "chooses m: 0.750, as a share." in plain_card
+        and "recovery rate\n" not in plain_card
+        and "base_model" not in plain_card
+    )
+
+
+def test_card_shows_plots_and_layer_groups(tmp_path):
+    group = LayerGroup(0, {3: (0,)}, {1: (2,)}, 0.7, {128: 0.6, 512: 0.8})
+    grouped = replace(SEARCHED, layer_groups=(group,))
+    (tmp_path / "made").mkdir()
+    for name in ("b.png", "a.png"):
+        (tmp_path / "made" / name).write_bytes(b"png")
+    grouped.save_pretrained(tmp_path / "saved", [tmp_path / "made" / "b.png", tmp_path / "made" / "a.png"])
+    grouped.save_pretrained(tmp_path / "saved")  # they stay
+    card = (tmp_path / "saved" / CARD_NAME).read_text()
+    assert "![a](plots/a.png)\n\n![b](plots/b.png)" in card
+    assert (tmp_path / "saved" / "plots" / "a.png").read_bytes() == b"png"
+    assert "| 0 | 3: 0 | 1: 2 | 0.600 (k = 128), 0.800 (k = 512) |" in card and "chooses m" not in card
+    assert "The other policies here choose one set for all layers as well" in card
+    assert "![" not in model_card(SEARCHED)
 
 
 def test_a_readme_of_others_stays(tmp_path):

@@ -240,3 +240,14 @@ def test_errors(endless):
     with pytest.raises(RuntimeError, match="in a replay only"):
         OraclePolicy(4).select(None)
     assert not isinstance(target, dustin_hf.generation.DustinGenerationMixin)
+
+
+@pytest.mark.parametrize(
+    "mode, message", [("snapkv", "chooses once, at the end of the prompt"), ("quest", "choose in it")]
+)
+def test_policies_that_a_replay_cannot_compare(endless, mode, message):
+    from dustin_hf.eval.baselines import registered_baselines
+
+    target, draft = endless.target, endless.M
+    with registered_baselines(), pytest.raises(ValueError, match=message):
+        fidelity(target, draft, random_prompts([60]), budgets=[48], modes=[mode], new_tokens=4)

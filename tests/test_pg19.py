@@ -15,18 +15,21 @@ from dustin_hf.eval.fidelity import agreement
 from dustin_hf.eval.pg19 import drift as drift_module
 from dustin_hf.eval.pg19 import perplexity as perplexity_module
 from dustin_hf.eval.pg19.books import INSTRUCTION, Passage, load_books, passages
-from dustin_hf.eval.pg19.drift import drift
+from dustin_hf.eval.pg19.drift import drift, rouge_l
 from dustin_hf.eval.pg19.perplexity import perplexity
 from dustin_hf.testing import noisy_copy, random_prompts, tiny_model
 
 
 class Words:
-    """A tokenizer of numbers: one token a word."""
+    """A tokenizer of numbers: one token a word, and a BOS."""
 
-    def __call__(self, text, **options):
+    bos_token_id = 1
+
+    def __call__(self, text, add_special_tokens=True, **options):
         if isinstance(text, list):
-            return {"input_ids": [self(one)["input_ids"] for one in text]}
-        return {"input_ids": [int(word) if word.isdigit() else 7 for word in text.split()]}
+            return {"input_ids": [self(one, add_special_tokens)["input_ids"] for one in text]}
+        words = [int(word) if word.isdigit() else 7 for word in text.split()]
+        return {"input_ids": [1] * add_special_tokens + words}
 
 
 def test_passages_are_cut_where_the_book_goes_on():
@@ -35,14 +38,14 @@ def test_passages_are_cut_where_the_book_goes_on():
     assert len(cut) == 4 and len({passage.name for passage in cut}) == 4
     for passage in cut:
         assert len(passage.context) == 10 and len(passage.following) == 3
-        together = passage.context + passage.following
-        assert together == list(range(together[0], together[0] + 13))
+        bos, *together = passage.context + passage.following
+        assert bos == 1 and together == list(range(together[0], together[0] + 12))
     front = len(Words()(INSTRUCTION)["input_ids"])
     (story,) = passages(books, Words(), front + 5, 1, 1, story=True)
-    assert story.context[:front] == [7] * front and len(story.context) == front + 5
-    with pytest.raises(ValueError, match="hold 2 passages of 50 tokens, 3 are asked for"):
+    assert story.context[:front] == [1] + [7] * (front - 1) and len(story.context) == front + 5
+    with pytest.raises(ValueError, match="hold 2 passages of 49 tokens, 3 are asked for"):
         passages(books, Words(), 47, 3, 3)
-    with pytest.raises(ValueError, match=f"above the {front} tokens of the instruction, got {front}"):
+    with pytest.raises(ValueError, match=f"above the {front} tokens of the instruction or BOS, got {front}"):
         passages(books, Words(), front, 1, 1, story=True)
 
 
@@ -93,6 +96,7 @@ def test_drift_judges_free_runs_part_by_part(models, monkeypatch):
         for i in range(3):
             nll[i] += float(each[20 * i : 20 * i + 20].mean().detach()) / 2
         whole.append(agreement(target, text, len(ids)))
+    assert "rouge_l" not in rows[0]["parts"][0]
     assert [part["perplexity"] for part in rows[0]["parts"]] == pytest.approx([math.exp(x) for x in nll], rel=1e-3)
     assert whole == [1.0, 1.0] and min(part["agreement"] for part in rows[1]["parts"]) < 1
 
@@ -102,6 +106,20 @@ def test_what_an_output_repeats():
     # the first 8-gram that comes again starts with the second 0
     assert drift_module._repeated(tokens) == [False] * 10 + [True] * 3
     assert drift_module._repeated([1] * 7) == []
+
+
+def test_drift_has_the_metric_of_the_task(models, monkeypatch):
+    target, draft = models
+    monkeypatch.setattr(drift_module, "PART", 20)
+    profile, ids = DustinProfile.default(target.config, draft.config), random_prompts([40])[0]
+    own = plain(target, ids, new=30, eos_token_id=None)
+    for reference, expected in ((own, [1.0, 1.0]), ([*own[:10], *[0] * 10, *own[20:], 0, 0], None)):
+        (row,) = drift(target, draft, [Passage("x", ids, reference)], profile, [], new_tokens=30)
+        found = [part["rouge_l"] for part in row["parts"]]
+        assert expected is None or found == expected
+    assert found[0] >= 0.5 and found == [rouge_l(own[:20], reference[:20]), rouge_l(own, reference[:30])]
+    # paper of ROUGE: "police killed the gunman" and "police kill the gunman" share three of four
+    assert rouge_l([1, 2, 3, 4], [1, 9, 3, 4]) == 0.75 and rouge_l([3, 4, 1, 2], [1, 2, 3, 4]) == 0.5
 
 
 def test_books_of_a_folder(tmp_path):
@@ -137,6 +155,6 @@ def test_the_command(folders, monkeypatch):  # noqa: F811
         assert row.pop("tokens_per_s") > 0
     assert all(kept[name] == held[name] for name in ("perplexity", "drift", "settings", "passages"))
     assert not out.with_name("pg19.json.parts").exists()
-    # both models have 512 positions
+    (folders / "texts" / "long.txt").write_text("the cat " * 900)  # both models have 512 positions
     result = CliRunner().invoke(cli.app(), [str(argument) for argument in (*arguments, "--force", "--drift", 500)])
     assert result.exit_code == 1 and "make 540 positions, the target's limit is 512" in result.output

@@ -112,7 +112,7 @@ def test_profile_passes_on_what_it_was_given(folders, monkeypatch):
     assert result.exit_code == 0, result.output
     assert "draft share 0.750" in result.output
     assert seen.pop("command").startswith("dustin-hf")
-    del seen["progress"]
+    del seen["progress"], seen["say"]
     assert seen == {
         "texts": ["0.txt", "1.txt"], "out": folders / "study", "budgets": [40], "gamma": 4, "trials": 3, "chat": False,
         "compare": False, "layer_groups": 1, "new_tokens": 32, "needle_lengths": (512,), "max_context": 2048,
@@ -163,10 +163,21 @@ def test_built_in_texts_hold_the_default_contexts():
     """By a tokenizer of long tokens too."""
     options = {option.name: option.default for option in get_command(cli.app()).commands["fidelity"].params}
 
-    def five_letters(given, **options):
-        return {"input_ids": [list(range(len(text) // 5)) for text in given]}
+    class FiveLetters:
+        bos_token_id = 0
 
-    assert len(cut(read_texts(None), five_letters, options["context"], options["samples"])) == options["samples"]
+        def __call__(self, given, **options):
+            if isinstance(given, str):
+                return {"input_ids": [0, 7]}
+            return {"input_ids": [list(range(1, 1 + len(text) // 5)) for text in given]}
+
+    contexts = cut(read_texts(None), FiveLetters(), options["context"], options["samples"])
+    assert [len(ids) for ids in contexts.values()] == [options["context"]] * options["samples"]
+    assert all(ids[0] == 0 and ids[1] > 0 for ids in contexts.values())
+    with pytest.raises(ValueError, match="above the 1 tokens that start a text, got 1"):
+        cut({"a": "x"}, FiveLetters(), 1, 1)
+    with pytest.raises(ValueError, match="--texts hold nothing in b: leave them out"):
+        cut({"a": "x", "b": " "}, FiveLetters(), 10, 2, whole=True)
 
 
 def test_missing_extra(folders, monkeypatch):

@@ -137,6 +137,12 @@ def test_texts_of_which_a_half_is_shorter_than_a_needle(study_pair, tokenizer, t
     assert "prices" in report and report["stability"]["target"]["all"].keys() == {"seed", "count", "length 400"}
 
 
+def test_texts_shorter_than_any_needle(study_pair, tokenizer, tmp_path):
+    texts = {name: TEXTS[name][:60] for name in ("0.txt", "1.txt")}
+    with pytest.raises(ValueError, match="are too short together for samples of 400 tokens"):
+        run(study_pair, tokenizer, tmp_path, texts=texts, budgets=(24,), trials=3)
+
+
 def test_a_study_goes_on_wherever_its_models_lie(study_pair, tokenizer, tmp_path, monkeypatch):
     texts = {name: TEXTS[name] for name in ("0.txt", "1.txt")}
     first = run(study_pair, tokenizer, tmp_path, texts=texts, budgets=(24,), trials=3)

@@ -1,6 +1,7 @@
 """The commands `dustin-hf profile` and `dustin-hf fidelity`."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -89,12 +90,15 @@ def add_commands(commands: "Typer") -> None:
                     gamma=gamma,
                     command=command_line(),
                     progress=progress,
+                    say=partial(typer.echo, err=True),
                     **settings,
                 )
             typer.echo(f"target heads {found.target_heads}\ndraft heads {found.draft_heads}")
             typer.echo(f"draft share {found.draft_share:.3f}\nprofile and report are in {out}")
             if plots is not None:
-                _say_drawn(plot_study(out, plots), plots)
+                drawn = plot_study(out, plots)
+                found.save_pretrained(out, [path for path in drawn if path.suffix == ".png"])  # the card shows them
+                _say_drawn(drawn, plots)
 
     @commands.command()
     def fidelity(
@@ -181,21 +185,28 @@ def cut(
     """
     from dustin_hf.eval.efficiency.texts import cut_prompts
     from dustin_hf.profiling.study import without_middle
+    from dustin_hf.texts import first_ids
 
     if whole:
+        if empty := [name for name, text in texts.items() if not text.strip()]:
+            raise ValueError(f"--texts hold nothing in {', '.join(empty[:5])}: leave them out")
         if len(texts) < samples:
             raise ValueError(f"--texts hold {len(texts)} texts, {samples} are asked for: lower --samples")
         chosen = list(texts.items())[:samples]
         return {name: without_middle(tokenizer(text, verbose=False)["input_ids"], context) for name, text in chosen}
+    front = first_ids(tokenizer)
+    size = context - len(front)
+    if size < 1:
+        raise ValueError(f"--context must be above the {len(front)} tokens that start a text, got {context}")
     rows = tokenizer(list(texts.values()), add_special_tokens=False, verbose=False)["input_ids"]
-    found = sum(len(row) // context for row in rows)
+    found = sum(len(row) // size for row in rows)
     if found < samples:
         raise ValueError(
             f"--texts hold {found} contexts of {context:,} tokens, {samples} are asked for: give more or longer texts, "
             "or lower --context or --samples"
         )
-    prompts = cut_prompts(dict(zip(texts, rows)), [context] * samples)
-    return {f"{prompt.source}@{prompt.start}": prompt.tokens for prompt in prompts}
+    prompts = cut_prompts(dict(zip(texts, rows)), [size] * samples)
+    return {f"{prompt.source}@{prompt.start}": [*front, *prompt.tokens] for prompt in prompts}
 
 
 def _report(result: Mapping[str, Any]) -> None:

@@ -2,18 +2,18 @@
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from dustin_hf.cache import DustinCache
 from dustin_hf.enabling import enable
 from dustin_hf.forward import input_device
+from dustin_hf.held import write_file
 from dustin_hf.model_patches.families import family_of
 from dustin_hf.prefill import prefill
 from dustin_hf.profile import Heads, config_hash
@@ -140,9 +140,7 @@ class _State:
         self.scores[digest] = scores
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            partial = self.path.with_name(self.path.name + ".partial")
-            save_file(self.scores, partial, self.metadata)
-            os.replace(partial, self.path)
+            write_file(self.path, save(self.scores, self.metadata))
 
 
 def _fingerprint(model: "PreTrainedModel") -> str:

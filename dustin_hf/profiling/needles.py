@@ -97,6 +97,15 @@ def needle_samples(
     ]
 
 
+def fits(texts: Mapping[str, str], tokenizer: "PreTrainedTokenizerBase", length: int) -> bool:
+    """Whether texts hold enough for samples of a length."""
+    try:
+        _sample(texts, tokenizer, length, 0.5, random.Random(0))
+    except ValueError:
+        return False
+    return True
+
+
 def _sample(
     texts: Mapping[str, str], tokenizer: "PreTrainedTokenizerBase", length: int, depth: float, rng: random.Random
 ) -> NeedleSample:

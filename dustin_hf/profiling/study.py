@@ -3,7 +3,7 @@
 import hashlib
 import json
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import version
@@ -15,10 +15,11 @@ import torch
 from transformers.utils import logging
 
 import dustin_hf
-from dustin_hf.eval.efficiency.record import conditions
+from dustin_hf.eval.efficiency.record import conditions, without_folders
 from dustin_hf.forward import input_device
 from dustin_hf.held import differing, write_file
 from dustin_hf.profile import DustinProfile, LayerGroup, config_hash
+from dustin_hf.profiling.needles import fits
 from dustin_hf.profiling.prices import prices, reached_by_groups, search_groups
 from dustin_hf.profiling.progress import ProgressBars, Timed
 from dustin_hf.profiling.recovery import Objective, policy_tables
@@ -98,9 +99,18 @@ class StudySettings:
     def needles(
         self, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", texts: Mapping[str, str], state: Path
     ) -> Needles:
-        """What a model's heads are identified with."""
+        """What a model's heads are identified with: samples of all lengths that the model and the texts have room for.
+
+        Raises:
+            ValueError: if the texts are too short for any.
+        """
         limit = model.config.get_text_config(decoder=True).max_position_embeddings
-        lengths = [n for n in self.needle_lengths if n <= limit]
+        lengths = [n for n in self.needle_lengths if n <= limit and fits(texts, tokenizer, n)]
+        if not lengths:
+            raise ValueError(
+                f"`texts` ({len(texts)}) are too short together for samples of {min(self.needle_lengths)} tokens, "
+                "which identify heads: give longer texts"
+            )
         return Needles(model, tokenizer, texts, lengths, self.heads_per_layer, self.seed, state)
 
     def traces(self, target: tuple[Candidate, ...], draft: tuple[Candidate, ...]) -> TraceSettings:
@@ -156,6 +166,7 @@ def profile_pair(
     gamma: int = 4,
     command: str = "",
     progress: Progress | None = None,
+    say: Callable[[str], object] = logger.info,
     **options: Any,
 ) -> DustinProfile:
     """Find the profile of a pair: identify retrieval heads, record traces, search, report on held-out texts.
@@ -175,6 +186,7 @@ def profile_pair(
         gamma: drafted tokens per step.
         command: for the record.
         progress: called with the phase, and how much of it is done. Default: progress bars.
+        say: is told how much room the traces take, before they are recorded.
         options: fields of `StudySettings`; `batch_size` is 8 by default on CUDA.
 
     Raises:
@@ -231,7 +243,7 @@ def profile_pair(
         as_candidates(target_heads, default.target_heads, *fewer), as_candidates(draft_heads, default.draft_heads)
     )
     size = size_estimate(target, lengths.values(), trace_settings)
-    logger.info("the traces take up to %.2f GB in %s", size / 1e9, out)
+    say(f"the traces take up to {size / 1e9:.2f} GB in {out}")
     traces = record(target, draft, list(prompts.values()), out / "traces", trace_settings, progress)
 
     numbers = range(len(prompts))
@@ -255,8 +267,10 @@ def profile_pair(
         parts = search_groups(*places, groups, device, progress)
         by_groups = reached_by_groups(traces, search_settings, held_out, parts, device)
     metadata = {
-        "target": fingerprint(target),
-        "draft": fingerprint(draft),
+        **{
+            name: {**about, "id": without_folders(about["id"])}  # a folder of this machine is nobody's business
+            for name, about in (("target", fingerprint(target)), ("draft", fingerprint(draft)))
+        },
         "arr": {
             k: row | {f"{name}_by_groups": round(x, 5) for name, x in by_groups.get(k, {}).items()}
             for k, row in _column(tables, "arr").items()

@@ -87,6 +87,7 @@ def bench_app() -> "Typer":
         from dustin_hf.eval.efficiency.texts import EXCERPTS, load_pair, read_texts
         from dustin_hf.eval.efficiency.timing import check_cuda
         from dustin_hf.eval.parts import Parts
+        from dustin_hf.texts import first_ids
 
         points, batches = context or CONTEXTS, batch or BATCHES
 
@@ -113,6 +114,7 @@ def bench_app() -> "Typer":
                     progress=say,
                     ragged=ragged,
                     parts=parts,
+                    front=first_ids(models[2]),
                 )
             else:
                 result = bench.run_decode(

@@ -80,6 +80,7 @@ def run_real(
     progress: Callable[[str], object] | None = None,
     ragged: bool = False,
     parts: Parts | None = None,
+    front: Sequence[int] = (),
 ) -> dict[str, Any]:
     """Decode real text. Runs on the CPU too, for tests: op by op, and without floors.
 
@@ -98,6 +99,7 @@ def run_real(
         progress: is told what comes next.
         ragged: prompts from half the context to all of it, instead of equal ones.
         parts: hold the points that are done.
+        front: token ids that each prompt starts with, counted in its context: a BOS.
 
     Returns:
         Ready for JSON: `rows`, one for each arm and point, `prompts` (where they were cut), and `conditions`.
@@ -110,7 +112,7 @@ def run_real(
     if new_tokens < NGRAM:
         raise ValueError(f"--new-tokens must be at least {NGRAM}, got {new_tokens}")
     sizes = [(batch, context) for batch in batches for context in contexts]
-    points = [(*size, cut_prompts(texts, row_lengths(size[1], size[0], ragged))) for size in sizes]
+    points = [(*size, cut_prompts(texts, row_lengths(size[1], size[0], ragged), front)) for size in sizes]
     configs = [model.config.get_text_config(decoder=True) for model in (target, draft)]
     shipped = DustinProfile.shipped(configs[0], configs[1])
     used = profile or shipped or DustinProfile.default(configs[0], configs[1])

@@ -92,13 +92,17 @@ def row_lengths(context: int, batch: int, ragged: bool) -> list[int]:
     return [context - (context - context // 2) * (batch - 1 - i) // max(1, batch - 1) for i in range(batch)]
 
 
-def cut_prompts(texts: Mapping[str, Sequence[int]], lengths: Sequence[int]) -> list[Prompt]:
+def cut_prompts(texts: Mapping[str, Sequence[int]], lengths: Sequence[int], front: Sequence[int] = ()) -> list[Prompt]:
     """One prompt for each length: one from each file in turn, spread over the file, none overlapping another.
+
+    Each starts with the tokens of `front`, which its length counts.
 
     Raises:
         ValueError: if the texts are too short.
     """
-    window, needed = max(lengths), len(lengths)
+    window, needed = max(lengths) - len(front), len(lengths)
+    if min(lengths) <= len(front):
+        raise ValueError(f"`lengths` must be above the {len(front)} tokens that start a text, got {min(lengths)}")
     room = {name: len(tokens) // window for name, tokens in texts.items()}
     if sum(room.values()) < needed:
         raise ValueError(
@@ -111,7 +115,7 @@ def cut_prompts(texts: Mapping[str, Sequence[int]], lengths: Sequence[int]) -> l
     for (name, i), length in zip(turns, lengths):
         gap = (len(texts[name]) - taken[name] * window) // (taken[name] + 1)
         start = gap + i * (window + gap)
-        prompts.append(Prompt(name, start, list(texts[name][start : start + length])))
+        prompts.append(Prompt(name, start, [*front, *texts[name][start : start + length - len(front)]]))
     return prompts
 
 

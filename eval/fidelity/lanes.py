@@ -102,8 +102,10 @@ def rates(
         of which nothing counts.
 
     Raises:
-        ValueError: on a selection with sets for single heads.
+        ValueError: on a selection with sets for single heads, or one that layers make themselves.
     """
+    if selection.choose is not None:
+        raise ValueError("a replay measures sets that are chosen before a forward; layers of this policy choose in it")
     nothing = ~counted.any(1)
     indices = selection.indices
     if indices is None:

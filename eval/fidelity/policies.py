@@ -113,7 +113,8 @@ def build_arms(
         window: protected tokens at the end.
 
     Raises:
-        ValueError: on an unknown mode, a budget that leaves nothing to choose, or nothing to compare.
+        ValueError: on an unknown mode, one that chooses once, a budget that leaves nothing to choose, or nothing to
+            compare.
     """
     modes, budgets = list(dict.fromkeys(modes)), list(dict.fromkeys(budgets))
     check_arms(modes, budgets, sinks, window)
@@ -132,5 +133,11 @@ def build_arms(
                 context = PolicyContext(
                     replace(options, mode=mode), profile, by_target, by_draft, configs[0], configs[1]
                 )
-                arms.append(Arm(mode, budget, build_policy(context)))
+                policy = build_policy(context)
+                if policy.prompt_tail:
+                    raise ValueError(
+                        f"`mode` {mode!r} chooses once, at the end of the prompt, and a replay compares what is chosen "
+                        "for each window: leave it out"
+                    )
+                arms.append(Arm(mode, budget, policy))
     return arms

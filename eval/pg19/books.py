@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dustin_hf.texts import read_texts, rows_of_the_hub
+from dustin_hf.texts import first_ids, read_texts, rows_of_the_hub
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -67,10 +67,10 @@ def passages(
     """
     from dustin_hf.eval.efficiency.texts import cut_prompts
 
-    front = tokenizer(INSTRUCTION)["input_ids"] if story else []
+    front = tokenizer(INSTRUCTION)["input_ids"] if story else first_ids(tokenizer)
     size = context - len(front) + following
     if size <= following:
-        raise ValueError(f"`context` must be above the {len(front)} tokens of the instruction, got {context}")
+        raise ValueError(f"`context` must be above the {len(front)} tokens of the instruction or BOS, got {context}")
     rows = dict(zip(books, tokenizer(list(books.values()), add_special_tokens=False, verbose=False)["input_ids"]))
     if sum(len(row) // size for row in rows.values()) < count:
         raise ValueError(

@@ -48,7 +48,7 @@ def add_commands(commands: "Typer") -> None:
         device: options.Device = None,
     ) -> None:
         """Perplexity of books under sparse verification, and the drift of long outputs."""
-        from dustin_hf.console import bars, command_line, one_line_errors, read_profile, the_device
+        from dustin_hf.console import bars, command_line, needs, one_line_errors, read_profile, the_device
 
         with one_line_errors():
             from dustin_hf.eval.efficiency.record import conditions
@@ -62,6 +62,8 @@ def add_commands(commands: "Typer") -> None:
             from dustin_hf.profile import DustinProfile
             from dustin_hf.profiling.traces import fingerprint
 
+            if drift_tokens:
+                needs("rapidfuzz")
             parts = Parts(out, force, command_line())
             budgets, modes = budget or [128, 512], mode or list(MODES)
             check_arms(modes, budgets, SINKS, WINDOW)  # before models are loaded
@@ -69,7 +71,7 @@ def add_commands(commands: "Typer") -> None:
             loaded = None if profile is None else read_profile(profile)
             tokenizer = load_tokenizer(target)
             chosen = passages(books, tokenizer, context, new_tokens, samples)
-            stories = passages(books, tokenizer, context, 1, samples, story=True) if drift_tokens else []
+            stories = passages(books, tokenizer, context, drift_tokens, samples, story=True) if drift_tokens else []
             first, second, _ = load_pair(target, draft, the_device(device))
             if drift_tokens:
                 check_room(first, stories, drift_tokens)
@@ -114,11 +116,12 @@ def report(result: Mapping[str, Any]) -> None:
     found = [(row["mode"], budget_of(row), f"{row['perplexity']:.3f}") for row in result["perplexity"]]
     show("Perplexity of the books", ("mode", "budget", "perplexity"), found)
     rows = []
+    names = ("agreement", "perplexity", "repeated", "rouge_l")
     for row in result.get("drift", ()):
         for i, part in enumerate(row["parts"]):
             first = (budget_of(row), f"{row['tau']:.2f}", f"{row['tokens_per_s']:.0f}") if i == 0 else ("", "", "")
-            figures = (f"{part[name]:.3f}" for name in ("agreement", "perplexity", "repeated"))
+            figures = (f"{part[name]:.3f}" for name in names)
             rows.append((*first, str(i + 1), *figures))
     if rows:
-        columns = ("budget", "tau", "tokens/s", "part", "agreement", "perplexity", "repeated")
+        columns = ("budget", "tau", "tokens/s", "part", *names)
         show("Drift of free runs, by the full cache", columns, rows)

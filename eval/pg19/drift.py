@@ -34,12 +34,14 @@ def drift(
 
     Of each part of 512 new tokens: agreement (share of its tokens that the full cache would have chosen after the same
     text), perplexity of the output itself to the full cache, and the share of its 8-grams that the output had before.
-    Agreement that falls from part to part would mean that errors add up.
+    Agreement that falls from part to part would mean that errors add up. Up to the end of each part, as the task's own
+    metric: ROUGE-L (F measure) of the output's tokens against as many that follow in the book.
 
     Args:
         target: whose outputs they are.
         draft: drafts.
-        chosen: passages; their contexts are continued, one at a time.
+        chosen: passages; their contexts are continued, one at a time. What follows in the book is the reference, unless
+            it is shorter than the outputs.
         profile: of the pair.
         budgets: k.
         new_tokens: of each output; no token ends it.
@@ -70,7 +72,7 @@ def drift(
                 "new": sum(out.stats.new_tokens),
                 "steps": len(out.stats.committed[0]),
                 "seconds": sum(value for name, value in seconds if name not in ("prefill", "capture")),
-                "parts": _parts(target, out.sequences[0], len(passage.context)),
+                "parts": _parts(target, out.sequences[0], passage),
             }
 
         outputs = []
@@ -136,9 +138,9 @@ def check_room(target: "PreTrainedModel", chosen: Sequence[Passage], new_tokens:
 
 
 @torch.no_grad()
-def _parts(model: "PreTrainedModel", ids: torch.Tensor, prompt: int) -> list[dict[str, float]]:
+def _parts(model: "PreTrainedModel", ids: torch.Tensor, passage: Passage) -> list[dict[str, float]]:
     """Figures of each part of an output, `ids [T]` with its prompt."""
-    new = ids[prompt:]
+    new = ids[len(passage.context) :]
     logits = model(input_ids=ids[None, :-1], use_cache=False, logits_to_keep=len(new)).logits[0]
     repeated = _repeated(new.tolist())
     found = []
@@ -154,7 +156,17 @@ def _parts(model: "PreTrainedModel", ids: torch.Tensor, prompt: int) -> list[dic
                 "repeated": sum(ended) / max(1, len(ended)),
             }
         )
+        so_far = new[: begin + PART].tolist()
+        if len(passage.following) >= len(new):
+            found[-1]["rouge_l"] = rouge_l(so_far, passage.following[: len(so_far)])
     return found
+
+
+def rouge_l(output: Sequence[int], reference: Sequence[int]) -> float:
+    """ROUGE-L, F measure: from the longest common subsequence of two rows of tokens, 0 to 1."""
+    from rapidfuzz.distance import LCSseq
+
+    return 2 * LCSseq.similarity(output, reference) / (len(output) + len(reference))
 
 
 def _repeated(tokens: Sequence[int]) -> list[bool]:

@@ -45,8 +45,17 @@ def measured(sources: Sequence[Source], conditions: Sequence[Mapping[str, Any] |
     commands = dict.fromkeys(f"`{each['command']}`" for each in kept if each.get("command"))
     parts.append(f"Date: {', '.join(dates)}." if dates else "")
     parts.append(f"Command: {'; '.join(commands)}." if commands else "")
+    weights = dict.fromkeys(filter(None, map(_weights, sources)))
+    parts.append(f"Weights: {'; '.join(weights)}." if weights else "")
     parts.append(f"From {', '.join(f'`{source.name}`' for source in sources)}.")
     return " ".join(filter(None, parts))
+
+
+def _weights(source: Source) -> str | None:
+    """What was noted of the weights, which may not be those of the models' names."""
+    content = source.content.get("config", source.content)
+    noted: str | None = content.get("weights") or (content.get("conditions") or {}).get("weights")
+    return noted
 
 
 def notes(sources: Sequence[Source]) -> str:

@@ -16,7 +16,7 @@ def add_commands(commands: "Typer") -> None:
         runs: Annotated[
             list[Path],
             typer.Argument(
-                help="Folders of LongBench runs or studies, or folders of such; JSON files of bench or fidelity.",
+                help="Folders of LongBench runs or studies, JSON files of bench, fidelity or pg19, or folders of such.",
                 show_default=False,
             ),
         ],

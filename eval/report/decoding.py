@@ -116,7 +116,7 @@ def _settings(group: Group) -> str:
     for name in ("gamma", "budget"):
         values = sorted({row[name] for row in drafting if row[name] is not None})
         said += [f"{name} {', '.join(map(str, values))}"] if values else []
-    said += [f"{name}: {content[name]}" for name in ("profile", "weights") if content.get(name)]
+    said += [f"profile: {content['profile']}"] if content.get("profile") else []
     return "; ".join(said) + "."
 
 

@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 from dustin_hf.eval.report.captions import heads, measured, model_name
-from dustin_hf.eval.report.layout import Drawing, Section, Table, number, slug
+from dustin_hf.eval.report.layout import MISSING, Drawing, Section, Table, number, slug
 from dustin_hf.eval.report.sources import Source
 from dustin_hf.profiling.plots import plot_fidelity, plot_study
 
@@ -77,18 +77,34 @@ def _study(source: Source) -> Section:
                 *(number(content["arr"][k].get(policy, {}).get(name), 4) for k in budgets for _, name in RATES),
             )
             for policy in policies
-        ),
+        )
+        + _by_groups(content, budgets),
         about,
     )
     caption = "Recovery by budget and by layer (as the paper's figures 2 to 4), and the search. "
     drawing = Drawing(f"study-{slug(target)}", caption + about, partial(plot_study, source.path))
     held_out, texts = len(content["held_out"]), len(content["held_out"]) + len(content["searched"])
     said = f"Target {target}, draft {draft}; {held_out} of {texts} texts held out; gamma {settings['gamma']}, "
-    said += f"{settings['sinks']} sinks, window {settings['window']}; {heads(content['profile'])}."
+    said += (
+        f"{settings['sinks']} sinks, window {settings['window']}; {heads({**content['profile'], 'layer_groups': ()})}."
+    )
+    if groups := content["profile"].get("layer_groups"):
+        said += f" Rows that name layer groups: {heads({'layer_groups': groups})}."
     optuna = {"optuna": metadata.get("versions", {}).get("optuna")}
     said = f"{said} {measured([source], [{**content['conditions'], **optuna}])}"
     tables = (rates, *_comparisons(content, target, budgets))
     return Section(f"Attention recovery: {target} with {draft}", said, tables, (drawing,))
+
+
+def _by_groups(content: Mapping[str, Any], budgets: Sequence[str]) -> tuple[tuple[str, ...], ...]:
+    """Rows of a profile with layer groups, of which the table's other rows say nothing."""
+    found, count = content.get("layer_groups"), len(content["profile"].get("layer_groups") or ())
+    if not found or not count:
+        return ()
+    return tuple(
+        (f"{name}, {count} layer groups", *(cell for k in budgets for cell in (number(found[k][name], 4), MISSING)))
+        for name in ("hybrid", "oracle")
+    )
 
 
 def _comparisons(content: Mapping[str, Any], target: str, budgets: Sequence[str]) -> Iterator[Table]:

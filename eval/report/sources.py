@@ -64,6 +64,11 @@ KINDS: dict[str, tuple[tuple[str, ...], Callable[[Mapping[str, Any]], list[Any]]
         _values("results"),
         ("mode", "budget", "agreement", "kl", "arr", "arr_committed", "contexts"),
     ),
+    "pg19": (
+        ("conditions", "settings", "passages", "perplexity"),
+        _values("perplexity"),
+        ("mode", "budget", "perplexity"),
+    ),
     "study": (
         ("conditions", "definition", "settings", "held_out", "searched", "arr", "profile"),
         lambda content: [row for table in content["arr"].values() for row in table.values()],
@@ -83,7 +88,7 @@ def read_sources(paths: Iterable[str | Path]) -> list[Source]:
 
     Args:
         paths: folders of LongBench runs or studies, folders of such folders, and JSON files: of `bench kernels`,
-            `bench decode`, `bench prefill`, `bench overhead` or `fidelity`, and a study's report.
+            `bench decode`, `bench prefill`, `bench overhead`, `fidelity` or `pg19`, and a study's report.
 
     Raises:
         FileNotFoundError: if a path does not exist.
@@ -105,17 +110,18 @@ def _places(path: Path) -> list[Path]:
         return [path]
     if (path / REPORT_NAME).is_file():
         return [path / REPORT_NAME]
-    inside = [_places(each) for each in sorted(path.iterdir()) if each.is_dir() and _holds_run(each)]
+    inside = [each for each in sorted(path.iterdir()) if each.suffix == ".json" or (each.is_dir() and _holds_run(each))]
     if not inside:
         raise ValueError(
-            f"{path} holds neither {CONFIG_NAME} (a LongBench run) nor {REPORT_NAME} (a study), nor folders that do: "
-            "give such a folder, or JSON files by name"
+            f"{path} holds neither {CONFIG_NAME} (a LongBench run) nor {REPORT_NAME} (a study), nor folders that do, "
+            "nor JSON files: give what does"
         )
-    return [place for places in inside for place in places]
+    return [place for each in inside for place in _places(each)]
 
 
 def _holds_run(path: Path) -> bool:
-    return (path / CONFIG_NAME).is_file() or (path / REPORT_NAME).is_file()
+    """Whether runs are in a folder, or in folders in it."""
+    return any(path.rglob(CONFIG_NAME)) or any(path.rglob("*.json"))
 
 
 def _read_file(path: Path) -> Source:
@@ -129,7 +135,7 @@ def _read_file(path: Path) -> Source:
         given = f"`bench` {kind!r}" if kind else f"the fields {', '.join(sorted(content)[:8]) or 'none'}"
         raise ValueError(
             f"{path} is of no kind that a report knows: it has {given}. Give a result of `dustin-hf bench`, "
-            "`dustin-hf fidelity` or `dustin-hf profile`, or the folder of a `dustin-hf longbench` run"
+            "`fidelity`, `pg19` or `profile`, or the folder of a `dustin-hf longbench` run"
         )
     return _checked(Source(kind, path, content))
 

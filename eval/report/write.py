@@ -7,6 +7,7 @@ from pathlib import Path
 import dustin_hf
 from dustin_hf.eval.report.accuracy import accuracy_sections
 from dustin_hf.eval.report.attention import kernel_sections, overhead_sections, prefill_sections
+from dustin_hf.eval.report.books import book_sections
 from dustin_hf.eval.report.decoding import decode_sections
 from dustin_hf.eval.report.folder import check_folder, publish
 from dustin_hf.eval.report.layout import Section, Table
@@ -20,6 +21,7 @@ SECTIONS: dict[str, Callable[[Sequence[Source]], list[Section]]] = {
     "kernels": kernel_sections,
     "overhead": overhead_sections,
     "prefill": prefill_sections,
+    "pg19": book_sections,
     "fidelity": fidelity_sections,
     "study": study_sections,
 }
