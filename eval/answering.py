@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -194,8 +194,7 @@ def answer(
                 lacking = [method for method in methods if not folders[method].has(name, ids)]
                 if not lacking:
                     continue
-                found = _answer(target, draft, tokenizer, group, batch, lacking, settings)
-                for method, lines in zip(lacking, found):
+                for method, lines in zip(lacking, _answer(target, draft, tokenizer, group, batch, lacking, settings)):
                     folders[method].add(name, [{"id": q.id, **q.about, **line} for q, line in zip(batch, lines)])
             if progress is not None:
                 progress(name, len(batches), len(batches))
@@ -216,11 +215,10 @@ def _answer(
     batch: Sequence[Question],
     methods: Sequence[Method],
     settings: Settings,
-) -> list[list[dict[str, Any]]]:
-    """The answers to one batch under each method; all go on from the prefill of the first."""
+) -> Iterator[list[dict[str, Any]]]:
+    """The answers to one batch under each method in turn; all go on from the prefill of the first."""
     inputs = {name: x.to(target.device) for name, x in left_pad([question.prompt for question in batch]).items()}
     width, cache = inputs["input_ids"].shape[1], None
-    found = []
     for method in methods:
         generate: Any = target.generate
         out = generate(
@@ -236,18 +234,15 @@ def _answer(
         )
         cache = out[CACHE_ARG]
         rows = [row[width : width + new].tolist() for row, new in zip(out.sequences, out.stats.new_tokens)]
-        found.append(
-            [
-                {
-                    "prediction": decode_answer(row, tokenizer, group.ends),
-                    "prompt_tokens": len(question.prompt),
-                    "new_tokens": len(row),
-                    "steps": len(committed),
-                }
-                for row, question, committed in zip(rows, batch, out.stats.committed)
-            ]
-        )
-    return found
+        yield [
+            {
+                "prediction": decode_answer(row, tokenizer, group.ends),
+                "prompt_tokens": len(question.prompt),
+                "new_tokens": len(row),
+                "steps": len(committed),
+            }
+            for row, question, committed in zip(rows, batch, out.stats.committed)
+        ]
 
 
 def _batches(questions: Sequence[Question], size: int) -> list[list[Question]]:

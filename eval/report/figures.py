@@ -33,7 +33,7 @@ def draw_steps(steps: Sequence[Step], title: str, stem: Path) -> list[Path]:
         title: pair and size.
         stem: path of the files, without suffix.
     """
-    figure, (axes,) = new_figure(1, 1.8 + 0.9 * len(steps))
+    figure, (axes,) = new_figure(1, max(4.4, 1.8 + 0.9 * len(steps)))
     places, below = range(len(steps)), [0.0] * len(steps)
     rest = [max(0.0, step.step_ms - sum(step.phases.values())) for step in steps]
     for phase, color in COLOR_OF.items():
@@ -43,10 +43,11 @@ def draw_steps(steps: Sequence[Step], title: str, stem: Path) -> list[Path]:
     for place, step, top in zip(places, steps, below):
         axes.annotate(f"{step.step_ms:.1f}", (place, top), ha="center", va="bottom")
     axes.set_xticks(places, [step.label.replace(", ", ",\n") for step in steps], rotation=30, ha="right")
-    axes.set(ylabel="ms a step", title=title)
+    axes.set(ylabel="ms a step")
+    figure.suptitle(title, fontsize="medium", wrap=True)
     axes.margins(y=0.12)
     axes.set_axisbelow(True)
-    figure.legend(fontsize="small", loc="outside right upper")
+    figure.legend(fontsize="small", loc="outside lower center", ncols=len(COLOR_OF))
     return save_figure(figure, stem)
 
 
