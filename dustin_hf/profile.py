@@ -381,7 +381,7 @@ def model_card(profile: DustinProfile, name: str = "path/or/hub-id", plots: Sequ
     return "\n".join(lines)
 
 
-_ONE_SET = " The other policies here choose one set for all layers as well, with the heads of the first table."
+_ONE_SET = " What does not end in `by_groups` is of one set for all layers, by the heads of the first table."
 
 
 def _shares_in_words(part: "DustinProfile | LayerGroup") -> str:

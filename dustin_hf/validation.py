@@ -28,6 +28,7 @@ _REFUSED_OPTIONS = {
     "output_hidden_states": "not supported: the states of rejected drafts are mixed in; run the model over the output",
     "assistant_early_exit": "not supported: pass assistant_model",
     "assistant_ensemble_weight": "not supported: it changes the target's law",
+    "token_healing": "not supported: it changes the end of prompts; cut them at whole words",
     "use_mtp": "not supported: pass assistant_model",
     "speculation_type": "not supported: pass assistant_model",
 }
@@ -50,7 +51,8 @@ def check_inputs(inputs: torch.Tensor | None, kwargs: dict[str, Any]) -> None:
     mask = kwargs.get("attention_mask")
     if ids is not None and mask is not None and mask.shape != ids.shape:
         raise ValueError(
-            f"`attention_mask` must have the shape of `input_ids` {tuple(ids.shape)}, got {tuple(mask.shape)}"
+            f"`attention_mask` must have the shape of `input_ids` {tuple(ids.shape)}, got {tuple(mask.shape)}; with a "
+            "cache, too, both are those of the whole text"
         )
 
 
@@ -173,7 +175,7 @@ def pads_of(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> lis
     if wrong:
         raise ValueError(
             f"`attention_mask` of rows {wrong} is not zeros followed by ones: pad on the left "
-            "(padding_side='left' in the tokenizer), without holes"
+            "(padding_side='left' in the tokenizer), without holes; where none was given, pads in `input_ids` made it"
         )
     return pads.tolist()
 

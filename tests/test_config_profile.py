@@ -153,7 +153,7 @@ def test_card_shows_plots_and_layer_groups(tmp_path):
     assert "![a](plots/a.png)\n\n![b](plots/b.png)" in card
     assert (tmp_path / "saved" / "plots" / "a.png").read_bytes() == b"png"
     assert "| 0 | 3: 0 | 1: 2 | 0.600 (k = 128), 0.800 (k = 512) |" in card and "chooses m" not in card
-    assert "The other policies here choose one set for all layers as well" in card
+    assert "`by_groups` is of one set for all layers" in card
     assert "![" not in model_card(SEARCHED)
 
 

@@ -78,6 +78,7 @@ CALLS = {
     "own decoding": ({"custom_generate": lambda *args, **kwargs: None}, "`custom_generate` is a function"),
     "causality": ({"is_causal": False}, r"over `input_ids` alone, got \['is_causal'\] too"),
     "gamma as option": ({"cache_config": {"num_assistant_tokens": 2.5}}, "positive integer, got 2.5"),
+    "healing": ({"token_healing": True, "tokenizer": Tokenizer("a", "b")}, "`token_healing=True` with 'dustin' is not"),
     "schedule": ({"num_assistant_tokens_schedule": "heuristic"}, "use 'constant'"),
     "guidance": ({"guidance_scale": 1.5}, "leave out `guidance_scale`"),
     "ensemble": ({"assistant_ensemble_weight": 0.5}, "`assistant_ensemble_weight=0.5`"),
