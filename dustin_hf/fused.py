@@ -13,7 +13,7 @@ from dustin_hf.kernels.rope_sparse_attention import rope_sparse_attention
 from dustin_hf.kernels.silu_mul import silu_mul
 from dustin_hf.model_patches.attention import BlockAttention
 from dustin_hf.model_patches.families import family_of
-from dustin_hf.modules import modules_of, parameters_of
+from dustin_hf.modules import has_hooks, modules_of, parameters_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -35,7 +35,7 @@ def fusion_obstacle(model: "PreTrainedModel") -> str | None:
     modules = modules_of(model)
     if any("forward" in m.__dict__ or "parametrizations" in m._modules for m in modules):
         return "modules have been changed (quantised, adapted or wrapped)"
-    if any(m._forward_hooks or m._forward_pre_hooks for m in modules):
+    if has_hooks(model):
         return "modules have hooks"
     for layer in decoder.layers:
         linears = [getattr(part, name, None) for part in (layer.self_attn, layer.mlp) for name in _LINEARS]

@@ -21,5 +21,15 @@ def parameters_of(*models: nn.Module) -> list[nn.Parameter]:
 
 
 def has_hooks(model: nn.Module) -> bool:
-    """Whether anything runs around a module's forward, accelerate's hooks included."""
-    return any(m._forward_hooks or m._forward_pre_hooks or "_hf_hook" in m.__dict__ for m in modules_of(model))
+    """Whether anything runs around a module's forward, accelerate's hooks included.
+
+    What transformers leaves behind once a forward was asked for hidden states or attentions does nothing elsewhere.
+    """
+    return any(
+        "_hf_hook" in m.__dict__
+        or any(
+            getattr(hook, "__module__", None) != "transformers.utils.output_capturing"
+            for hook in (*m._forward_hooks.values(), *m._forward_pre_hooks.values())
+        )
+        for m in modules_of(model)
+    )

@@ -132,8 +132,8 @@ def test_whole_blocks_are_accepted_p35(pair, gamma, batch):
 def test_own_draft_cache_gets_the_missing_token(pair, monkeypatch):
     """P-35: the first draft forward of a step takes the last two committed tokens, the others one."""
     widths = []
-    hook = pair.S.register_forward_pre_hook(
-        lambda m, a, kw: widths.append(tuple(kw["input_ids"].shape)), with_kwargs=True
+    hook = pair.S.register_forward_hook(
+        lambda m, a, kw, out: widths.append(tuple(kw["input_ids"].shape)), with_kwargs=True
     )
     dustin(pair.target, pair.S, random_prompts([9]), gamma=3, new=8, eos_token_id=None)
     hook.remove()

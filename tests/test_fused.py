@@ -11,6 +11,7 @@ from dustin_hf.drafting import ModelProposer, recent_slots
 from dustin_hf.forward import CompiledForward, StockForward
 from dustin_hf.fused import FusedForward, fusion_obstacle
 from dustin_hf.model_patches.attention import BlockAttention, block_attention
+from dustin_hf.modules import has_hooks
 from dustin_hf.selection import Selection
 from dustin_hf.testing import assert_close, left_pad, random_prompts, tiny_model
 
@@ -72,6 +73,16 @@ def test_compiled_forward_equals_the_models_own(family, monkeypatch):
         expected, got = blocks(StockForward(model), {1: (0,)}), blocks(CompiledForward(model), {1: (0,)})
     for i, (x, y) in enumerate(zip(expected, got, strict=True)):
         assert_close(str(i), x, y)
+
+
+def test_a_forward_with_hidden_states_spoils_nothing():
+    """Transformers leaves hooks behind, which do nothing in other forwards."""
+    model = lively("llama")
+    model(torch.tensor([[5, 6, 7]]), output_hidden_states=True, output_attentions=True)
+    assert any(m._forward_hooks for m in model.modules())
+    assert not has_hooks(model) and fusion_obstacle(model) is None
+    model.model.layers[0].register_forward_hook(lambda module, args, out: out)
+    assert has_hooks(model) and fusion_obstacle(model) == "modules have hooks"
 
 
 @pytest.mark.parametrize("kind", ["S", "D", "M", "self"])
