@@ -27,16 +27,6 @@ else:
 logger = logging.get_logger(__name__)
 
 CACHE_IMPLEMENTATION = "dustin"
-# What stock `generate` hands to a decoding method besides the model's own arguments.
-_MODE_ARGUMENTS = (
-    "assistant_model",
-    "assistant_tokenizer",
-    "logits_processor",
-    "stopping_criteria",
-    "streamer",
-    "synced_gpus",
-    "tokenizer",
-)
 
 
 @dataclass
@@ -91,12 +81,15 @@ class DustinGenerationMixin(_Model):
         for config in (generation_config, self.generation_config):
             asked = getattr(config, "num_assistant_tokens", None) if asked is None else asked
         prepared._dustin_num_assistant_tokens = asked
+        # and what of it was for the model, before stock adds its own and encodes images
+        prepared._dustin_model_kwargs = [name for name, value in model_kwargs.items() if value is not None]
         return prepared, model_kwargs
 
     def _validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs):
         if generation_config.cache_implementation != CACHE_IMPLEMENTATION:
             return super()._validate_generation_mode(generation_mode, generation_config, generation_mode_kwargs)
         check_mode(generation_mode, generation_config, generation_mode_kwargs)
+        check_model_kwargs(generation_config._dustin_model_kwargs)
         check_pair(self, generation_mode_kwargs.get("assistant_model"))
         check_own_inputs(self)
         DustinConfig.from_cache_config(generation_config.cache_config)
@@ -114,7 +107,6 @@ class DustinGenerationMixin(_Model):
     def _assisted_decoding(self, input_ids, generation_config, **kwargs):
         if generation_config.cache_implementation != CACHE_IMPLEMENTATION:
             return super()._assisted_decoding(input_ids, generation_config=generation_config, **kwargs)
-        check_model_kwargs({name: value for name, value in kwargs.items() if name not in _MODE_ARGUMENTS})
         streamer = kwargs.get("streamer")
         if streamer is not None and len(input_ids) > 1 and not isinstance(streamer, BatchStreamer):
             raise ValueError(

@@ -1,5 +1,6 @@
 """Checks that reach the user before any long work: each names the argument, what was expected, and what came."""
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
 # Vocabularies of one tokenizer are padded to multiples of 128 times a tensor-parallel degree of up to 8.
 MAX_VOCABULARY_PADDING = 1024
 
-# Arguments of the model that `generate` adds itself, or that mean the same here.
-_SERVED_ARGUMENTS = (*CACHE_ARGS, "attention_mask", "logits_to_keep", "position_ids", "use_cache")
+# Arguments of a model that mean the same here.
+_SERVED_ARGUMENTS = (*CACHE_ARGS, "attention_mask", "input_ids", "logits_to_keep", "position_ids", "use_cache")
 # Generation options that mean something Dustin does not do: option -> what to do instead.
 _REFUSED_OPTIONS = {
     "output_attentions": "not supported: sparse verification has no full attention maps",
@@ -88,9 +89,9 @@ def check_mode(mode: str, generation_config: "GenerationConfig", mode_kwargs: di
     check_tokenizers(mode_kwargs.get("tokenizer"), mode_kwargs.get("assistant_tokenizer"))
 
 
-def check_model_kwargs(model_kwargs: dict[str, Any]) -> None:
+def check_model_kwargs(names: Iterable[str]) -> None:
     """Refuse what a model's own `generate` would hand on to its forward, such as pixels, and blocks here would lack."""
-    more = sorted(name for name, value in model_kwargs.items() if value is not None and name not in _SERVED_ARGUMENTS)
+    more = sorted(set(names) - set(_SERVED_ARGUMENTS))
     if more:
         raise ValueError(
             f"with cache_implementation='dustin' a language model runs over `input_ids` alone, got {more} too: leave "

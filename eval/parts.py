@@ -12,6 +12,7 @@ from dustin_hf.eval.run_folder import RunFolder
 
 # Of the conditions: figures of another machine or version are not of the same run.
 SAME = ("gpu", "torch", "triton", "transformers", "dustin_hf", "commit")
+PARTS_SUFFIX = ".parts"
 
 
 class Parts:
@@ -43,7 +44,7 @@ class Parts:
         """
         if self.out is None:
             return
-        folder = self.out.with_name(self.out.name + ".parts")
+        folder = self.out.with_name(self.out.name + PARTS_SUFFIX)
         now = conditions(self.command.replace(" --force", ""))
         about = {"command": now["command"], **{name: now[name] for name in SAME}}
         about["inputs"] = hashlib.sha256(json.dumps(inputs).encode()).hexdigest()

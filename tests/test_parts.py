@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from helpers import Counted
 from test_bench import DRAFT, TARGET, cpu_as_gpu  # noqa: F401
 
 from dustin_hf.eval.efficiency import kernels, overhead, real
@@ -12,17 +13,16 @@ from dustin_hf.eval.parts import Parts
 from dustin_hf.testing import noisy_copy, random_prompts, tiny_model
 
 
-class Counted:
-    """A function that is cut off at one of its calls."""
-
-    def __init__(self, function, end=None):
-        self.function, self.end, self.calls = function, end, 0
-
-    def __call__(self, *args, **kwargs):
-        self.calls += 1
-        if self.calls == self.end:
-            raise KeyboardInterrupt
-        return self.function(*args, **kwargs)
+def cut_off_once(monkeypatch, module, name, end, run):
+    """What `run` gives the second time, after the first ended at a call of the module's function."""
+    function = getattr(module, name)
+    monkeypatch.setattr(module, name, Counted(function, end))
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    monkeypatch.setattr(module, name, Counted(function))
+    found = run()
+    assert getattr(module, name).calls == 1
+    return found
 
 
 def test_parts_are_made_once(tmp_path):
@@ -74,14 +74,12 @@ def test_a_replay_goes_on(tmp_path, monkeypatch):
     def run(**options):
         return measure.fidelity(target, draft, contexts, budgets=[24], new_tokens=8, **options)
 
-    whole, replay = run(), measure.replay
-    monkeypatch.setattr(measure, "replay", Counted(replay, end=3))
-    with pytest.raises(KeyboardInterrupt):
-        run(parts=Parts(tmp_path / "x.json", False, "fidelity"))
-    monkeypatch.setattr(measure, "replay", Counted(replay))
-    parts = Parts(tmp_path / "x.json", False, "fidelity")
-    assert run(parts=parts, progress=lambda *what: told.append(what)) == whole
-    assert measure.replay.calls == 1 and told[-1] == ("fidelity", 6, 6)
+    def again():
+        parts = Parts(tmp_path / "x.json", False, "fidelity")
+        return run(parts=parts, progress=lambda *what: told.append(what))
+
+    whole = run()
+    assert cut_off_once(monkeypatch, measure, "replay", 3, again) == whole and told[-1] == ("fidelity", 6, 6)
 
 
 def test_a_decode_bench_goes_on(tmp_path, monkeypatch):
@@ -94,13 +92,8 @@ def test_a_decode_bench_goes_on(tmp_path, monkeypatch):
         arms = ("vanilla", "dustin")
         return real.run_real(target, draft, texts, (48, 64), (2,), 3, 32, arms, 16, "bench decode", parts=parts)
 
-    measured = real._measure
-    monkeypatch.setattr(real, "_measure", Counted(measured, end=2))
-    with pytest.raises(KeyboardInterrupt):
-        run()
-    monkeypatch.setattr(real, "_measure", Counted(measured))
-    found = run()
-    assert real._measure.calls == 1 and [row["context"] for row in found["rows"]] == [48, 48, 64, 64]
+    found = cut_off_once(monkeypatch, real, "_measure", 2, run)
+    assert [row["context"] for row in found["rows"]] == [48, 48, 64, 64]
     assert all(row["over_vanilla"] > 0 and row["new_tokens"] == [16, 16] for row in found["rows"])
 
 
@@ -116,11 +109,5 @@ def test_kernel_benches_go_on(cpu_as_gpu, bench, tmp_path, monkeypatch):  # noqa
             return kernels.run_kernels([(TARGET, DRAFT)], (96, 160), (2,), 3, 32, "bench", None, parts)
         return overhead.run_overhead(TARGET, DRAFT, (96, 160), 2, 3, 32, "bench", None, parts)
 
-    measured = bench._measured
-    monkeypatch.setattr(bench, "_measured", Counted(measured, end=2))
-    with pytest.raises(KeyboardInterrupt):
-        run()
-    monkeypatch.setattr(bench, "_measured", Counted(measured))
-    found = run()
-    assert bench._measured.calls == 1
+    found = cut_off_once(monkeypatch, bench, "_measured", 2, run)
     assert list(dict.fromkeys(row["context"] for row in found["rows"])) == [96, 160]

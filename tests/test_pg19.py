@@ -5,8 +5,7 @@ import math
 
 import pytest
 import torch
-from helpers import plain
-from test_parts import Counted
+from helpers import Counted, plain
 from test_profile_cli import folders, pair_of  # noqa: F401
 from typer.testing import CliRunner
 

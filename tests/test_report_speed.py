@@ -296,6 +296,17 @@ def check_figures(out, text):
         assert f"![{path.stem}]({name})" in text and f"({name.removesuffix('png')}svg)" in text
 
 
+def test_a_folder_of_results(tmp_path):
+    """Files, runs and studies in it, however deep; none that has not ended."""
+    kinds = {source.kind for source in read_sources([RESULTS])}
+    assert {"longbench", "decode", "pg19", "study", "fidelity"} <= kinds
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "a" / "x.json.parts").mkdir()
+    (tmp_path / "a" / "x.json.parts" / "config.json").write_text("{}")
+    (tmp_path / "a" / "b" / "x.json").write_text(json.dumps(fidelity()))
+    assert [source.path.name for source in read_sources([tmp_path])] == ["x.json"]
+
+
 def test_our_own_results(tmp_path):
     """Every result of the repository; alphas are those that the benches computed for themselves."""
     pytest.importorskip("matplotlib")

@@ -293,7 +293,7 @@ def test_pixels_are_not_lost():
     call |= {"assistant_model": tiny_model("llama", 1), "cache_implementation": "dustin", "max_new_tokens": 4}
     with (
         dustin_hf.enable(model),
-        pytest.raises(ValueError, match="over `input_ids` alone, .* images"),
+        pytest.raises(ValueError, match="alone, got .'pixel_values'. too: .* images"),
     ):
         model.generate(**call)
 

@@ -53,4 +53,4 @@ def _books(source: Source) -> Section:
     )
     if content.get("note"):
         conditions += f" Note of the run: {content['note']}"
-    return Section(f"Books: {target} with {draft}", conditions, tuple(tables), ())
+    return Section(f"Books: {target} with {draft}", conditions, tuple(tables))

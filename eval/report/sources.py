@@ -8,6 +8,7 @@ from typing import Any
 
 from dustin_hf.eval.longbench.run import SCORES_NAME
 from dustin_hf.eval.longbench.tasks import TASKS
+from dustin_hf.eval.parts import PARTS_SUFFIX
 from dustin_hf.eval.run_folder import CONFIG_NAME
 from dustin_hf.profiling.study import REPORT_NAME
 
@@ -110,7 +111,7 @@ def _places(path: Path) -> list[Path]:
         return [path]
     if (path / REPORT_NAME).is_file():
         return [path / REPORT_NAME]
-    inside = [each for each in sorted(path.iterdir()) if each.suffix == ".json" or (each.is_dir() and _holds_run(each))]
+    inside = [each for each in sorted(path.iterdir()) if each.suffix == ".json" or _holds_runs(each)]
     if not inside:
         raise ValueError(
             f"{path} holds neither {CONFIG_NAME} (a LongBench run) nor {REPORT_NAME} (a study), nor folders that do, "
@@ -119,9 +120,9 @@ def _places(path: Path) -> list[Path]:
     return [place for each in inside for place in _places(each)]
 
 
-def _holds_run(path: Path) -> bool:
-    """Whether runs are in a folder, or in folders in it."""
-    return any(path.rglob(CONFIG_NAME)) or any(path.rglob("*.json"))
+def _holds_runs(path: Path) -> bool:
+    """Whether runs are in a folder, or in folders in it; a measurement that has not ended is none."""
+    return path.is_dir() and not path.name.endswith(PARTS_SUFFIX) and any(path.rglob("*.json"))
 
 
 def _read_file(path: Path) -> Source:
