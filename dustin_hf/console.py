@@ -1,5 +1,6 @@
 """What all commands share besides options: errors as one line, progress bars, and what an option stands for."""
 
+import errno
 import shlex
 import sys
 from collections.abc import Callable, Iterator
@@ -49,6 +50,8 @@ def one_line_errors() -> Iterator[None]:
             said = f"this needs {error.name}: pip install 'dustin_hf[{EXTRAS[error.name]}]'"
         elif isinstance(error, OSError):
             said = (str(error) or type(error).__name__).splitlines()[0]
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                said += ": make room, and give the command again; what it has kept is not lost"
         elif isinstance(error, RuntimeError) and isinstance(error.__cause__, OSError):  # a full disk, in words
             said = str(error)
         else:

@@ -144,6 +144,7 @@ def test_errors_are_one_line(folders, monkeypatch, capsys):
         (torch.OutOfMemoryError("CUDA out of memory. Tried\nmore"), "CUDA out of memory. Tried Lower --batch"),
         (SafetensorError("torn"), r"a .safetensors file cannot be read (torn)"),
         (OSError(), "OSError"),
+        (OSError(28, "No space left on device"), "[Errno 28] No space left on device: make room, and give"),
     ):
         with pytest.raises(Exit), one_line_errors():
             raise error
