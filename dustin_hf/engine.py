@@ -1,6 +1,6 @@
 """Runs speculative steps until every row has ended: captured on CUDA where that is possible, else op by op."""
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -158,11 +158,16 @@ def _op_by_op(
     parts: StepParts, state: DecodeState, gamma: int, columns: list[int] | None, recorder: StatsRecorder
 ) -> list[list[float]]:
     """A step that is not replayed; returns its report, once it is there."""
-    draws = parts.accept is sampling_accept and state.sequences.is_cuda
-    with capturing if draws else nullcontext():
+    with _turn(parts, state):
         report = speculative_step(parts, state, gamma, columns, recorder.clock)
     figures: list[list[float]] = report.tolist()  # the synchronisation
     return figures
+
+
+def _turn(parts: StepParts, state: DecodeState) -> AbstractContextManager[object]:
+    """Held while a step that draws random numbers on a GPU is launched, op by op or as a replay."""
+    draws = parts.accept is sampling_accept and state.sequences.is_cuda
+    return capturing if draws else nullcontext()
 
 
 class CapturedSteps:
@@ -196,9 +201,11 @@ class CapturedSteps:
         if graph is not self.graph:
             graph.load(self.state if self.graph is None else self.graph.state, self.parts.processors)
             self.graph = graph
-        report: list[list[float]] = graph.replay().tolist()
+        with _turn(self.parts, self.state):
+            report = graph.replay()
+        figures: list[list[float]] = report.tolist()
         self.recorder.replayed.update(graph.clock.seconds())
-        return report
+        return figures
 
     def _next(self) -> StepGraph | None:
         """The graph of this step; None where it has to run as it is."""

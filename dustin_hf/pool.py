@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 # Sets of storage that wait for a call of their shape; beyond it, or where memory is short, the oldest goes.
 MOST_IDLE = 4
-# Held by captures, of which torch allows a process one at a time, and by whoever draws random numbers op by op: torch's
-# generator of a device draws for nobody else while a capture lasts.
+# Held by captures, of which torch allows a process one at a time, and while a step that draws random numbers is
+# launched: torch's generator of a device serves nobody else during a capture, replays no more than operations.
 capturing = threading.RLock()
 # Captures run on one stream of each device, whose cuBLAS workspace they share.
 _streams: dict[torch.device, torch.cuda.Stream] = {}
