@@ -150,7 +150,7 @@ def test_conditions_are_said(runs, tmp_path):
         "Samples per task: 200 of narrativeqa; 100 of multifieldqa_en, multi_news, triviaqa.",
         "Measured on 2 x GPU 9 (driver 1.2, CUDA 13.0); torch 2.11.0, transformers 5.17.0, python 3.11.1, dustin_hf "
         "0.1.0; commit 0123456789ab, tracked files changed. Date: 2030-05-06. Command: `dustin-hf x --out y`.",
-        "From `runs/full`, `runs/hybrid-128`, ",
+        "From `runs/full`, `runs/streaming-512`, ",
         "* Quest reads all of layers 0 and 1",
         "(tables/accuracy-big-7b.csv)",
     ):
@@ -250,12 +250,16 @@ def test_runs_that_are_refused(runs, tmp_path):
     refused("empty holds neither config.json .* nor report.json", tmp_path / "empty")
     (runs / "full" / "scores.json").unlink()
     refused("full has no scores.json: the run has not ended. Give its command again", runs)
-    refused("config.json is not a LongBench run: it lacks method", changed("hybrid-128", "config.json", method=None))
+    refused(
+        "config.json is not a LongBench or RULER-style run: it lacks method",
+        changed("hybrid-128", "config.json", method=None),
+    )
     tasks = {"niah": {"score": 1, "samples": 1}}
     refused("has tasks that LongBench has not: niah", changed("quest-512", "scores.json", tasks=tasks))
     path = changed("streaming-512", "config.json", questions={"lcc": "x"})
     refused("must have the tasks of config.json, lcc, got multi_news, ", path)
-    refused("is a run of ruler: tables are made of LongBench", changed("hybrid-512", "config.json", benchmark="ruler"))
+    path = changed("hybrid-512", "config.json", benchmark="niah")
+    refused("is a run of niah: tables are made of runs of longbench and ruler", path)
     path = changed("oracle-512", "scores.json", tasks={task: {"score": 1, "each": []} for task in SAMPLES})
     refused("oracle-512 is not an entry of the kind longbench: it lacks samples", path)
     refused("a.json is of no kind that a report knows: it has `bench` 'ruler'", written("a.json", '{"bench": "ruler"}'))

@@ -5,6 +5,7 @@
 - Tables 2, 9, 10, 11 and figure 1: results of `bench decode` (`decoding`); 9 are the rows of the arms `specattn` and
   `dustin`.
 - Figures 7, 8, 10: results of `bench kernels` and `bench overhead` (`attention`).
+- RULER-style runs, ours: `needles`.
 - Perplexity and drift on books (section 5.3.2): `pg19` runs (`books`).
 - Table 4 and figures 2, 3, 4, 9, 11, 12, 13: fidelity runs and studies (`recovery`), drawn by
   `dustin_hf.profiling.plots`, which says how they differ from the paper's.

@@ -6,38 +6,20 @@ weighted by samples within a group, are those of Qwen2.5-32B in its table 7. Lon
 over groups, stand in the table by task.
 """
 
-import json
 import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dustin_hf.eval.longbench.tasks import GROUPS, TASKS
-from dustin_hf.eval.report.captions import heads, measured, model_name
-from dustin_hf.eval.report.layout import MISSING, Marks, Section, Table, best_and_second, number, slug
+from dustin_hf.eval.report.captions import measured
+from dustin_hf.eval.report.layout import MISSING, Marks, Section, Table, number, slug
+from dustin_hf.eval.report.methods import MARKED, comparable, footnote, marks, method_name, pair_of, set_up
 from dustin_hf.eval.report.sources import Source
 
-# As the paper writes them, in the order of its tables; methods registered by users come before the oracle.
-METHODS = {
-    "full": "Vanilla / lossless SD",
-    "streaming": "StreamingLLM",
-    "snapkv": "SnapKV",
-    "quest": "Quest*",
-    "specattn": "SpecAttn-style",
-    "target": "Dustin-T",
-    "draft": "Dustin-D",
-    "hybrid": "Dustin",
-    "oracle": "Oracle (upper bound)",
-}
 VARIANTS = ("target", "draft", "hybrid")
 TABLE_3 = ("triviaqa", "multi_news")
-SHARED = ("target", "draft", "dtype", "settings", "generation", "profile", "max_length", "questions")
-MARKED = (
-    "Bold: the best of the compressed methods of one budget; underlined: the second best; equal ones alike. The "
-    "oracle, which sees the attention to come, does not compete."
-)
 GROUPED = "Groups and Avg. are means over samples, as in the paper."
-QUEST = " * Quest reads all of layers 0 and 1, which is beyond the budget."
 # Rows that the paper's table 8 quotes from SmallKV's (arXiv:2508.02751), of another model. SmallKV
 # itself does not run here: it evicts for good, and for tokens of middle weight it keeps values without keys, with the
 # small model's attention in place of the target's, which is no choice of slots.
@@ -83,14 +65,7 @@ class Run:
     @property
     def name(self) -> str:
         """As the paper writes it."""
-        return METHODS.get(self.mode, self.mode)
-
-    @property
-    def rank(self) -> tuple[float, float]:
-        """Lossless first, then by budget from the largest, then in the paper's order."""
-        order = list(METHODS)
-        place = order.index(self.mode) if self.mode in METHODS else order.index("oracle") - 0.5
-        return (-math.inf if self.budget is None else -self.budget, place)
+        return method_name(self.mode)
 
     def mean(self, tasks: Sequence[str]) -> float | None:
         """Mean over the samples of those tasks that were run, None if none was."""
@@ -123,25 +98,13 @@ def accuracy_sections(sources: Sequence[Source]) -> list[Section]:
     Raises:
         ValueError: if two of them are of one method on the same set.
     """
-    together: dict[str, list[Source]] = {}
-    for source in sources:
-        key = json.dumps([source.content["config"][name] for name in SHARED], sort_keys=True)
-        together.setdefault(key, []).append(source)
-    return [_section(members) for members in together.values()]
+    return [_section(members) for members in comparable(sources, also=("max_length",))]
 
 
 def _section(sources: Sequence[Source]) -> Section:
-    found: dict[tuple[str, int | None], tuple[Run, Source]] = {}
-    for source in sources:
-        run = _run(source)
-        if (run.mode, run.budget) in found:
-            other = found[run.mode, run.budget][1]
-            raise ValueError(f"{source.path} and {other.path} are runs of one method on the same samples: give one")
-        found[run.mode, run.budget] = run, source
-    runs = sorted((run for run, _ in found.values()), key=lambda run: run.rank)
+    runs = [_run(source) for source in sources]
     config = sources[0].content["config"]
-    target, draft = (model_name(config[name]["id"]) for name in ("target", "draft"))
-    pair = f"{target} with {draft}"
+    target, draft = pair_of(config)
     tables = [_scores(runs, target), *_leads(runs, target), _by_task(runs, target)]
     full = next((run for run in runs if run.mode == "full"), None)
     if full is not None and len(runs) > 1:
@@ -150,14 +113,12 @@ def _section(sources: Sequence[Source]) -> Section:
             variants = {run.mode: run for run in runs if run.mode in VARIANTS and run.budget == budget}
             if len(variants) > 1:
                 tables += _variants(variants, full, target)
-    settings = config["settings"]
     conditions = (
-        f"Target {target}, draft {draft}, {config['dtype'].removeprefix('torch.')}; greedy, acceptance real; gamma "
-        f"{settings['gamma']}, batch {settings['batch_size']}, prompts of at most {config['max_length']} tokens, "
-        f"draft cache {settings['draft_cache']}; {heads(config['profile'])}. {_samples(runs[0])} "
+        set_up(config, f"prompts of at most {config['max_length']} tokens, ")
+        + f" {_samples(runs[0])} "
         + measured(sources, [source.content["config"].get("conditions") for source in sources])
     )
-    return Section(f"LongBench: {pair}", conditions, tuple(tables))
+    return Section(f"LongBench: {target} with {draft}", conditions, tuple(tables))
 
 
 def _run(source: Source) -> Run:
@@ -186,12 +147,11 @@ def _budget(run: Run) -> str:
 
 
 def _marks(runs: Sequence[Run], values: Sequence[Sequence[float | None]]) -> Marks:
-    competing = [None if run.mode == "oracle" else run.budget for run in runs]
-    return best_and_second(values, competing, first=2)
+    return marks([(run.mode, run.budget) for run in runs], values)
 
 
 def _footnote(runs: Sequence[Run]) -> str:
-    return QUEST if any(run.mode == "quest" for run in runs) else ""
+    return footnote([run.mode for run in runs])
 
 
 def _scores(runs: Sequence[Run], target: str) -> Table:

@@ -16,7 +16,7 @@ def add_commands(commands: "Typer") -> None:
         runs: Annotated[
             list[Path],
             typer.Argument(
-                help="Folders of LongBench runs or studies, JSON files of bench, fidelity or pg19, or folders of such.",
+                help="Folders of longbench or ruler runs or studies, JSON of bench, fidelity, pg19, or a folder.",
                 show_default=False,
             ),
         ],

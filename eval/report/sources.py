@@ -1,4 +1,4 @@
-"""Reads saved runs, and tells what each is: folder of a LongBench run or a study, or JSON of a bench or replay."""
+"""Reads saved runs, and tells what each is: folder of a LongBench or RULER-style run, of a study, or a JSON file."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,8 +19,8 @@ class Source:
 
     Args:
         kind: of `KINDS`.
-        path: its file, or the folder of a LongBench run.
-        content: as saved; of a LongBench run `config` and `scores`.
+        path: its file, or the folder of a LongBench or RULER-style run.
+        content: as saved; of such a run `config` and `scores`.
     """
 
     kind: str
@@ -80,6 +80,7 @@ KINDS: dict[str, tuple[tuple[str, ...], Callable[[Mapping[str, Any]], list[Any]]
         lambda content: list(content["scores"]["tasks"].values()),
         ("score", "samples", "each"),
     ),
+    "ruler": (("config", "scores"), _values("scores"), ()),
 }
 RUN_FIELDS = ("target", "draft", "dtype", "settings", "generation", "profile", "questions", "method")
 
@@ -88,8 +89,8 @@ def read_sources(paths: Iterable[str | Path]) -> list[Source]:
     """Every run of the paths, once, in their order.
 
     Args:
-        paths: folders of LongBench runs or studies, folders of such folders, and JSON files: of `bench kernels`,
-            `bench decode`, `bench prefill`, `bench overhead`, `fidelity` or `pg19`, and a study's report.
+        paths: folders of LongBench or RULER-style runs or studies, folders of such folders, and JSON files: of `bench
+            kernels`, `bench decode`, `bench prefill`, `bench overhead`, `fidelity` or `pg19`, and a study's report.
 
     Raises:
         FileNotFoundError: if a path does not exist.
@@ -114,8 +115,8 @@ def _places(path: Path) -> list[Path]:
     inside = [each for each in sorted(path.iterdir()) if each.suffix == ".json" or _holds_runs(each)]
     if not inside:
         raise ValueError(
-            f"{path} holds neither {CONFIG_NAME} (a LongBench run) nor {REPORT_NAME} (a study), nor folders that do, "
-            "nor JSON files: give what does"
+            f"{path} holds neither {CONFIG_NAME} (a LongBench or RULER-style run) nor {REPORT_NAME} (a study), nor "
+            "folders that do, nor JSON files: give what does"
         )
     return [place for each in inside for place in _places(each)]
 
@@ -132,33 +133,49 @@ def _read_file(path: Path) -> Source:
         # these two kinds do not say what they are
         marks = {"fidelity": {"results", "pearson"}, "study": {"arr", "profile"}}
         kind = next((name for name, fields in marks.items() if fields <= content.keys()), None)
-    if kind not in KINDS or kind == "longbench":
+    if kind not in KINDS or kind in RUNS:
         given = f"`bench` {kind!r}" if kind else f"the fields {', '.join(sorted(content)[:8]) or 'none'}"
         raise ValueError(
             f"{path} is of no kind that a report knows: it has {given}. Give a result of `dustin-hf bench`, "
-            "`fidelity`, `pg19` or `profile`, or the folder of a `dustin-hf longbench` run"
+            "`fidelity`, `pg19` or `profile`, or the folder of a `dustin-hf longbench` or `ruler` run"
         )
     return _checked(Source(kind, path, content))
 
 
 def _read_run(path: Path) -> Source:
     config = _load(path / CONFIG_NAME)
-    _need(config, RUN_FIELDS, path / CONFIG_NAME, "a LongBench run")
-    if config.get("benchmark") != "longbench":
-        raise ValueError(f"{path} is a run of {config.get('benchmark')}: tables are made of LongBench runs alone")
+    _need(config, RUN_FIELDS, path / CONFIG_NAME, "a LongBench or RULER-style run")
+    kind = config.get("benchmark")
+    if kind not in RUNS:
+        raise ValueError(f"{path} is a run of {kind}: tables are made of runs of {' and '.join(RUNS)} alone")
     if not (path / SCORES_NAME).is_file():
         raise ValueError(f"{path} has no {SCORES_NAME}: the run has not ended. Give its command again, it goes on")
     scores = _load(path / SCORES_NAME)
-    _need(scores, ("tasks", "over_groups", "over_tasks"), path / SCORES_NAME, "the scores of a LongBench run")
-    unknown = sorted(set(scores["tasks"]) - set(TASKS))
-    if unknown:
-        raise ValueError(f"{path / SCORES_NAME} has tasks that LongBench has not: {', '.join(unknown)}")
-    if set(scores["tasks"]) != set(config["questions"]):
+    scored = RUNS[kind](scores, path / SCORES_NAME)
+    if scored != set(config["questions"]):
         raise ValueError(
             f"{path / SCORES_NAME} must have the tasks of {CONFIG_NAME}, {', '.join(sorted(config['questions']))}, got "
-            f"{', '.join(sorted(scores['tasks']))}: give the command of the run again, which scores its answers"
+            f"{', '.join(sorted(scored))}: give the command of the run again, which scores its answers"
         )
-    return _checked(Source("longbench", path, {"config": config, "scores": scores}))
+    return _checked(Source(kind, path, {"config": config, "scores": scores}))
+
+
+def _longbench_tasks(scores: Mapping[str, Any], path: Path) -> set[str]:
+    _need(scores, ("tasks", "over_groups", "over_tasks"), path, "the scores of a LongBench run")
+    unknown = sorted(set(scores["tasks"]) - set(TASKS))
+    if unknown:
+        raise ValueError(f"{path} has tasks that LongBench has not: {', '.join(unknown)}")
+    return set(scores["tasks"])
+
+
+def _ruler_tasks(scores: Mapping[str, Any], path: Path) -> set[str]:
+    if not all(isinstance(cells, dict) for cells in scores.values()):
+        raise ValueError(f"{path} is torn: it must have scores by length for each task. Give the run's command again")
+    return {f"{task}-{length}" for task, cells in scores.items() for length in cells}
+
+
+# Kinds that are folders with a configuration; what their scores say that they answered.
+RUNS: dict[str, Callable[[Mapping[str, Any], Path], set[str]]] = {"longbench": _longbench_tasks, "ruler": _ruler_tasks}
 
 
 def _checked(source: Source) -> Source:

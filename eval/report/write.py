@@ -11,12 +11,14 @@ from dustin_hf.eval.report.books import book_sections
 from dustin_hf.eval.report.decoding import decode_sections
 from dustin_hf.eval.report.folder import check_folder, publish
 from dustin_hf.eval.report.layout import Section, Table
+from dustin_hf.eval.report.needles import needle_sections
 from dustin_hf.eval.report.recovery import fidelity_sections, study_sections
 from dustin_hf.eval.report.sources import Source, read_sources
 
 # By kind of run, in the order of the report.
 SECTIONS: dict[str, Callable[[Sequence[Source]], list[Section]]] = {
     "longbench": accuracy_sections,
+    "ruler": needle_sections,
     "decode": decode_sections,
     "kernels": kernel_sections,
     "overhead": overhead_sections,

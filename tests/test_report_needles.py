@@ -1,0 +1,91 @@
+"""Reports of RULER-style runs: cells by hand, which runs stand together, what is refused."""
+
+import csv
+import json
+
+import pytest
+
+from dustin_hf.eval.report.sources import read_sources
+from dustin_hf.eval.report.write import write_report
+
+SCORES = {
+    ("full", None): {"niah_single": {"4096": 100.0, "10000": 90.0}, "vt": {"4096": 50.0, "10000": 40.0}},
+    ("hybrid", 512): {"niah_single": {"4096": 100.0, "10000": 80.0}, "vt": {"4096": 40.0, "10000": 20.0}},
+    ("quest", 512): {"niah_single": {"4096": 90.0, "10000": 85.0}, "vt": {"4096": 45.0, "10000": 10.0}},
+}
+CELLS = ("niah_single-4096", "niah_single-10000", "vt-4096", "vt-10000")
+
+
+def make_run(out, mode, budget, scores, **config):
+    path = out / (mode if budget is None else f"{mode}-{budget}")
+    path.mkdir(parents=True)
+    about = {
+        "target": {"id": "org/big", "hash": "a"},
+        "draft": {"id": "org/small", "hash": "b"},
+        "dtype": "torch.float32",
+        "settings": {"gamma": 3, "batch_size": 4, "draft_cache": "auto"},
+        "generation": {},
+        "profile": {"target_heads": {"3": [0]}, "draft_heads": {"1": [0]}, "draft_share": 0.75},
+        "questions": dict.fromkeys(CELLS, "digest"),
+        "benchmark": "ruler",
+        "method": {"mode": mode, "budget": budget},
+        "conditions": {
+            "date": "2030-05-06T07:08:09+00:00",
+            "command": "dustin-hf ruler --samples 20",
+            "commit": "c0ffee",
+        },
+        "weights": "of a file",
+    }
+    (path / "config.json").write_text(json.dumps({**about, **config}))
+    (path / "scores.json").write_text(json.dumps(scores))
+    return path
+
+
+@pytest.fixture
+def runs(tmp_path):
+    for (mode, budget), scores in SCORES.items():
+        make_run(tmp_path / "runs", mode, budget, scores)
+    return tmp_path / "runs"
+
+
+def test_tables(runs, tmp_path):
+    pytest.importorskip("matplotlib")
+    out = tmp_path / "out"
+    write_report([runs], out)
+    assert list(csv.reader((out / "tables" / "ruler-org-big.csv").read_text().splitlines())) == [
+        ["Method", "Budget", "4K", "10000"],
+        ["Vanilla / lossless SD", "-", "75.0", "65.0"],
+        ["Quest*", "512", "67.5", "47.5"],
+        ["Dustin", "512", "70.0", "50.0"],
+    ]
+    by_task = list(csv.reader((out / "tables" / "ruler-tasks-org-big.csv").read_text().splitlines()))
+    assert by_task[0] == ["Method", "Budget", "niah_single 4K", "niah_single 10000", "vt 4K", "vt 10000"]
+    assert by_task[3] == ["Dustin", "512", "100.0", "80.0", "40.0", "20.0"]
+    text = (out / "README.md").read_text()
+    assert "| Dustin | 512 | **70.0** | **50.0** |" in text and "* Quest reads all of layers 0 and 1" in text
+    assert "## RULER-style tasks: org/big with org/small" in text and "greedy, acceptance real; gamma 3" in text
+    assert "Command: `dustin-hf ruler --samples 20`. Weights: of a file." in text
+
+
+def test_runs_that_cannot_be_compared_stand_apart(runs, tmp_path):
+    pytest.importorskip("matplotlib")
+    make_run(tmp_path / "other", "hybrid", 512, SCORES["hybrid", 512], questions=dict.fromkeys(CELLS, "another"))
+    write_report([runs, tmp_path / "other"], tmp_path / "out")
+    assert (tmp_path / "out" / "README.md").read_text().count("\n## RULER-style tasks") == 2
+    with pytest.raises(ValueError, match="are runs of one method on the same samples: give one"):
+        make_run(tmp_path / "twice", "hybrid", 512, SCORES["hybrid", 512])
+        write_report([runs, tmp_path / "twice"], tmp_path / "out", force=True)
+
+
+def test_runs_that_are_refused(tmp_path):
+    for name, scores, message in (
+        ("short", {"vt": {"4096": 1.0, "10000": 1.0}}, "must have the tasks of config.json, niah_single-10000, "),
+        ("none", {}, "must have the tasks of config.json"),
+        ("torn", {"vt": 3}, "is torn"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            read_sources([make_run(tmp_path / name, "full", None, scores)])
+    path = make_run(tmp_path / "open", "full", None, {})
+    (path / "scores.json").unlink()
+    with pytest.raises(ValueError, match=r"has no scores.json: the run has not ended. Give its command again"):
+        read_sources([path])
