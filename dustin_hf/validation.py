@@ -148,6 +148,17 @@ def check_pair(target: "PreTrainedModel", draft: "PreTrainedModel | None") -> No
         )
 
 
+def check_positions(target: "PreTrainedConfig", draft: "PreTrainedConfig", longest: int) -> None:
+    """Raise `ValueError` unless both models have positions for rows of `longest` tokens, new ones counted."""
+    for name, config in (("target", target), ("draft", draft)):
+        limit = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+        if limit is not None and longest > limit:
+            raise ValueError(
+                f"contexts and new tokens make up to {longest} positions, the {name}'s limit is {limit} "
+                "(max_position_embeddings): take shorter contexts, or fewer new tokens"
+            )
+
+
 def check_processors(processors: "LogitsProcessorList") -> None:
     """Refuse processors whose state follows a sequence that only grows."""
     for processor in processors:

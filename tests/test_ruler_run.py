@@ -42,7 +42,7 @@ def test_answers_and_scores(models, tmp_path):
     # everything is there
     again = run_ruler(*models, samples, METHODS, tmp_path, Settings(batch_size=2))
     assert again == found
-    with pytest.raises(ValueError, match="at most the 2048 tokens that both models take, got 2500"):
+    with pytest.raises(ValueError, match="make up to 2500 positions, the target's limit is 2048"):
         run_ruler(*models, ruler_samples(models[2], ["vt"], [2500]), METHODS, tmp_path / "other")
 
 

@@ -152,7 +152,8 @@ def add_commands(commands: "Typer") -> None:
             found_texts = read_texts(texts)
             loaded = None if profile is None else read_profile(profile)
             contexts = cut(found_texts, load_tokenizer(target), context, samples, whole)
-            first, second, _ = load_pair(target, draft, the_device(device))
+            longest = max(map(len, contexts.values())) + new_tokens
+            first, second, _ = load_pair(target, draft, the_device(device), longest)
             with bars() as progress:
                 result = measure.fidelity(
                     first,

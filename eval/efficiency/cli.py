@@ -100,7 +100,8 @@ def bench_app() -> "Typer":
             parts = Parts(out, force, command_line())
             if target is not None and draft is not None:
                 check_cuda()
-                models = load_pair(target, draft)
+                new = 128 if new_tokens is None else new_tokens
+                models = load_pair(target, draft, longest=max(points) + new)
                 result = run_real(
                     *models[:2],
                     read_texts(texts or EXCERPTS, models[2]),
@@ -109,7 +110,7 @@ def bench_app() -> "Typer":
                     gamma,
                     budget,
                     names,
-                    128 if new_tokens is None else new_tokens,
+                    new,
                     command_line(),
                     progress=say,
                     ragged=ragged,

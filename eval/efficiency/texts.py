@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 import dustin_hf
+from dustin_hf.validation import check_positions
 
 # The excerpts that come with the demo; far too short for long contexts.
 EXCERPTS = Path(dustin_hf.__file__).parent / "demo_texts"
@@ -26,20 +27,25 @@ class Prompt:
     tokens: list[int]
 
 
-def load_pair(target: str, draft: str, device: str = "cuda") -> tuple[Any, Any, Any]:
+def load_pair(target: str, draft: str, device: str = "cuda", longest: int | None = None) -> tuple[Any, Any, Any]:
     """Target, draft and the target's tokenizer; in bfloat16 on CUDA, in float32 elsewhere.
 
     Args:
         target: folder with safetensors or a single `.gguf` file, which is dequantised; or a Hub id.
         draft: likewise.
         device: of both.
+        longest: positions that a row takes, which both must have. Default: not known.
 
     Raises:
         FileNotFoundError: if there is no such model, or its file is torn.
+        ValueError: if the rows are longer than a model allows, before any weights are read.
     """
     dtype = torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32
+    named = (("--target", target), ("--draft", draft))
+    if longest is not None:
+        check_positions(_config(*named[0]), _config(*named[1]), longest)
     models = []
-    for option, name in (("--target", target), ("--draft", draft)):
+    for option, name in named:
         options = _gguf(name, "*.safetensors")
         if options:  # transformers may keep the weights packed otherwise, which is another model to measure
             options["quantization_config"] = GgufConfig(dequantize=True)
@@ -49,6 +55,13 @@ def load_pair(target: str, draft: str, device: str = "cuda") -> tuple[Any, Any, 
             raise FileNotFoundError(f"{option} {name}: {str(error).splitlines()[0]}") from error
         models.append(model.to(device).eval())
     return models[0], models[1], load_tokenizer(target)
+
+
+def _config(option: str, name: str) -> Any:
+    try:
+        return AutoConfig.from_pretrained(name, **_gguf(name, "config.json"))
+    except OSError as error:
+        raise FileNotFoundError(f"{option} {name}: {str(error).splitlines()[0]}") from error
 
 
 def load_tokenizer(target: str) -> Any:

@@ -18,7 +18,7 @@ from dustin_hf.profile import Heads
 from dustin_hf.profiling.rows import all_heads
 from dustin_hf.scoring import Queries
 from dustin_hf.selection import FullPolicy, Selection, SelectionPolicy, Signals
-from dustin_hf.validation import check_pair
+from dustin_hf.validation import check_pair, check_positions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -120,14 +120,7 @@ def _check(
         raise ValueError("`contexts` must be one or more rows of at least one token")
     if new_tokens < 1 or gamma < 1:
         raise ValueError(f"`new_tokens` and `gamma` must be positive, got {new_tokens} and {gamma}")
-    longest = max(map(len, contexts)) + new_tokens
-    for name, model in (("target", target), ("draft", draft)):
-        limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-        if limit is not None and longest > limit:
-            raise ValueError(
-                f"contexts and new tokens make up to {longest} positions, the {name}'s limit is {limit} "
-                "(max_position_embeddings): take shorter contexts, or fewer new tokens"
-            )
+    check_positions(target.config, draft.config, max(map(len, contexts)) + new_tokens)
 
 
 class _Replay:

@@ -49,6 +49,7 @@ def add_commands(commands: "Typer") -> None:
             from dustin_hf.eval.longbench import load_samples
             from dustin_hf.eval.longbench.metrics import check_libraries
             from dustin_hf.eval.longbench.run import run_longbench
+            from dustin_hf.eval.longbench.tasks import task_of
 
             methods = methods_of(method or ["full", "hybrid"], budget or [512])
             # before models are loaded
@@ -56,7 +57,8 @@ def add_commands(commands: "Typer") -> None:
             check_libraries(samples)
             settings = Settings(gamma, batch, draft_cache)
             loaded = None if profile is None else read_profile(profile)
-            models = load_pair(target, draft, the_device(device))
+            longest = None if max_length is None else max_length + max(task_of(name).max_new_tokens for name in samples)
+            models = load_pair(target, draft, the_device(device), longest)
             with bars() as progress:
                 found = run_longbench(
                     *models,

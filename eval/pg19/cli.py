@@ -57,7 +57,7 @@ def add_commands(commands: "Typer") -> None:
             from dustin_hf.eval.fidelity.policies import check_arms
             from dustin_hf.eval.parts import Parts
             from dustin_hf.eval.pg19.books import load_books, passages
-            from dustin_hf.eval.pg19.drift import check_room, drift
+            from dustin_hf.eval.pg19.drift import drift
             from dustin_hf.eval.pg19.perplexity import MODES, perplexity
             from dustin_hf.profile import DustinProfile
             from dustin_hf.profiling.traces import fingerprint
@@ -72,9 +72,8 @@ def add_commands(commands: "Typer") -> None:
             tokenizer = load_tokenizer(target)
             chosen = passages(books, tokenizer, context, new_tokens, samples)
             stories = passages(books, tokenizer, context, drift_tokens, samples, story=True) if drift_tokens else []
-            first, second, _ = load_pair(target, draft, the_device(device))
-            if drift_tokens:
-                check_room(first, stories, drift_tokens)
+            longest = max(len(passage.context) + len(passage.following) for passage in (*chosen, *stories))
+            first, second, _ = load_pair(target, draft, the_device(device), longest)
             configs = [model.config.get_text_config(decoder=True) for model in (first, second)]
             used = loaded or DustinProfile.of_pair(*configs)
             used.check_pair(*configs)

@@ -12,6 +12,7 @@ from dustin_hf.eval.efficiency.texts import NGRAM
 from dustin_hf.eval.parts import Parts
 from dustin_hf.eval.pg19.books import Passage
 from dustin_hf.profile import DustinProfile
+from dustin_hf.validation import check_positions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -55,7 +56,7 @@ def drift(
     Raises:
         ValueError: if an output would not fit the target's positions.
     """
-    check_room(target, chosen, new_tokens)
+    check_positions(target.config, draft.config, max(len(passage.context) for passage in chosen) + new_tokens)
     rows: list[dict[str, Any]] = []
     options: list[dict[str, Any]] = [{"mode": "full"}, *({"budget": budget} for budget in budgets)]
     parts = parts or Parts()
@@ -124,17 +125,6 @@ def _continued(
             )
     finally:
         target.generation_config.eos_token_id = own
-
-
-def check_room(target: "PreTrainedModel", chosen: Sequence[Passage], new_tokens: int) -> None:
-    """Raise `ValueError` unless the target has positions for every context and its output."""
-    limit = target.config.get_text_config(decoder=True).max_position_embeddings
-    longest = max(len(passage.context) for passage in chosen) + new_tokens
-    if longest > limit:
-        raise ValueError(
-            f"a context and its output make {longest} positions, the target's limit is {limit} "
-            "(max_position_embeddings): take shorter contexts (--context), or fewer new tokens (--drift)"
-        )
 
 
 @torch.no_grad()

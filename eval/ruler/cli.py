@@ -56,7 +56,7 @@ def add_commands(commands: "Typer") -> None:
             lengths = list(dict.fromkeys(length or [4096, 8192]))
             made = ruler_samples(load_tokenizer(target), names, lengths, read_texts(texts), samples, chat=chat)
             loaded = None if profile is None else read_profile(profile)
-            models = load_pair(target, draft, the_device(device))
+            models = load_pair(target, draft, the_device(device), max(lengths))
             with bars() as progress:
                 found = run_ruler(*models, made, methods, out, settings, loaded, command_line(), progress)
             report(found)

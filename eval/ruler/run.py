@@ -10,6 +10,7 @@ from dustin_hf.eval.ruler.metrics import score_task
 from dustin_hf.eval.ruler.samples import Sample
 from dustin_hf.held import write_file
 from dustin_hf.profile import DustinProfile
+from dustin_hf.validation import check_positions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -49,10 +50,9 @@ def run_ruler(
     Raises:
         ValueError: on samples longer than a model's limit, a folder of another run, or a file that cannot be read.
     """
-    positions = min(model.config.get_text_config(decoder=True).max_position_embeddings for model in (target, draft))
-    longest = max((sample.length for sample in samples), default=0)
-    if not 0 < longest <= positions:
-        raise ValueError(f"samples must have at most the {positions} tokens that both models take, got {longest}")
+    if not samples:
+        raise ValueError("`samples` must hold at least one, got none")
+    check_positions(target.config, draft.config, max(sample.length for sample in samples))
     cells: dict[str, list[Sample]] = {}
     for sample in samples:
         cells.setdefault(f"{sample.task}-{sample.length}", []).append(sample)
