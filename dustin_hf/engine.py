@@ -13,7 +13,7 @@ from dustin_hf.forward import CompiledForward, Forward, StockForward, input_devi
 from dustin_hf.fused import fusion_obstacle
 from dustin_hf.graphs import CapturedForward, StepGraph, step_key
 from dustin_hf.model_patches.attention import block_attention
-from dustin_hf.modules import has_hooks, parameters_of
+from dustin_hf.modules import has_hooks, has_patched_classes, parameters_of
 from dustin_hf.pool import Pool, capturing, rounded
 from dustin_hf.processing import needs_prefix, waits
 from dustin_hf.stats import StatsRecorder
@@ -240,8 +240,9 @@ def with_fused_forwards(parts: StepParts, pool: Pool, compiling: bool = False) -
     def better(forward: Forward) -> Forward:
         if fusion_obstacle(forward.model) is None:
             return pool.fused(forward.model, parts.cache.capacity)
-        # compiled code of one layer would serve the next one, whatever hooks that has
-        compiled = compiling and isinstance(forward, StockForward) and not has_hooks(forward.model)
+        # compiled code of one layer would serve the next one, whatever hooks that has or its class got since
+        changed = has_hooks(forward.model) or has_patched_classes(forward.model)
+        compiled = compiling and isinstance(forward, StockForward) and not changed
         return CompiledForward(forward.model) if compiled else forward
 
     if isinstance(parts.proposer, ModelProposer):

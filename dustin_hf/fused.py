@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from transformers.activations import ACT2FN
 
 from dustin_hf.cache import DustinCache, ordinary_tensors
 from dustin_hf.kernels.rms_norm import rms_norm
@@ -13,7 +14,7 @@ from dustin_hf.kernels.rope_sparse_attention import rope_sparse_attention
 from dustin_hf.kernels.silu_mul import silu_mul
 from dustin_hf.model_patches.attention import BlockAttention
 from dustin_hf.model_patches.families import family_of
-from dustin_hf.modules import has_hooks, modules_of, parameters_of
+from dustin_hf.modules import has_hooks, has_patched_classes, modules_of, parameters_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -37,6 +38,8 @@ def fusion_obstacle(model: "PreTrainedModel") -> str | None:
         return "modules have been changed (quantised, adapted or wrapped)"
     if has_hooks(model):
         return "modules have hooks"
+    if any(type(p) is not nn.Parameter for p in parameters_of(model)):
+        return "parameters are no plain tensors"
     for layer in decoder.layers:
         linears = [getattr(part, name, None) for part in (layer.self_attn, layer.mlp) for name in _LINEARS]
         found = [linear for linear in linears if linear is not None]
@@ -50,10 +53,16 @@ def fusion_obstacle(model: "PreTrainedModel") -> str | None:
     foreign = next((type(m) for m in modules if not type(m).__module__.startswith(_OWN_MODULES)), None)
     if foreign is not None:
         return f"{foreign.__name__} is no module of transformers or torch"
+    if has_patched_classes(model):
+        return "classes of modules have another forward"
     norms = [decoder.norm, *(getattr(layer, name) for layer in decoder.layers for name in _NORMS)]
+    norms += [m for layer in decoder.layers for m in layer.self_attn.children() if type(m) is type(decoder.norm)]
     if not all(type(norm).__name__.endswith("RMSNorm") for norm in norms):
         return "norms are not root mean square norms"
-    if model.config.get_text_config(decoder=True).hidden_act != "silu":
+    eps = model.config.get_text_config(decoder=True).rms_norm_eps
+    if any(getattr(norm, "variance_epsilon", None) != eps for norm in norms):
+        return "norms have another epsilon than the configuration"
+    if any(type(layer.mlp.act_fn) is not type(ACT2FN["silu"]) for layer in decoder.layers):
         return "the activation is not silu"
     kinds = {(p.device, p.dtype) for p in parameters_of(model)}
     if len(kinds) != 1 or not next(iter(kinds))[1].is_floating_point:
@@ -111,11 +120,16 @@ class FusedForward:
             if attention.q_proj.bias is not None:
                 _merge(merged, "bias", [linear.bias for linear in qkv])
         weight: Any = self.model.get_input_embeddings().weight
-        if not self.tables or len(self.tables[-1][0]) < positions or not _alike(self.tables[-1][0], weight):
-            rotary: Any = self.model.get_decoder().rotary_emb
-            cos, sin = rotary(weight[:1, None], position_ids=torch.arange(positions, device=weight.device)[None])
-            # graphs captured before go on pointing at the shorter ones
-            self.tables.append((cos[0].contiguous(), sin[0].contiguous()))
+        fitting = [table for table in self.tables if _alike(table[0], weight)]
+        positions = max(positions, *(len(cos) for cos, _ in fitting), 0)
+        rotary: Any = self.model.get_decoder().rotary_emb
+        cos, sin = (x[0] for x in rotary(weight[:1, None], torch.arange(positions, device=weight.device)[None]))
+        # graphs captured before go on pointing at the shorter ones
+        for held_cos, held_sin in fitting:
+            held_cos.copy_(cos[: len(held_cos)])
+            held_sin.copy_(sin[: len(held_sin)])
+        if not fitting or fitting[-1] is not self.tables[-1] or len(self.tables[-1][0]) < positions:
+            self.tables.append((cos.contiguous(), sin.contiguous()))
 
     def __call__(
         self, cache: DustinCache, ids: torch.Tensor, attention: BlockAttention, logits_to_keep: int = 0

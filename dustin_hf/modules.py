@@ -1,5 +1,6 @@
 """Modules and parameters of a model in one quick walk: every call looks at all of them several times."""
 
+import torch.nn.modules.module as _everywhere
 from torch import nn
 
 
@@ -20,12 +21,19 @@ def parameters_of(*models: nn.Module) -> list[nn.Parameter]:
     return [p for module in modules_of(*models) for p in module._parameters.values() if p is not None]
 
 
+def has_patched_classes(model: nn.Module) -> bool:
+    """Whether the class of a module has a forward that was written elsewhere and put into it."""
+    owners = {next(c for c in type(m).__mro__ if "forward" in c.__dict__) for m in modules_of(model)}
+    return any(getattr(owner.__dict__["forward"], "__module__", None) != owner.__module__ for owner in owners)
+
+
 def has_hooks(model: nn.Module) -> bool:
     """Whether anything runs around a module's forward, accelerate's hooks included.
 
     What transformers leaves behind once a forward was asked for hidden states or attentions does nothing elsewhere.
+    Hooks of all modules there are count too.
     """
-    return any(
+    return bool(_everywhere._global_forward_hooks or _everywhere._global_forward_pre_hooks) or any(
         "_hf_hook" in m.__dict__
         or any(
             getattr(hook, "__module__", None) != "transformers.utils.output_capturing"

@@ -138,6 +138,12 @@ def check_pair(target: "PreTrainedModel", draft: "PreTrainedModel | None") -> No
             raise ValueError(f"`{name}` must be a transformers model, got {type(model).__name__}")
         config = model.config.get_text_config(decoder=True)
         family_of(config, name).check(config, name)
+        layers = len(model.get_decoder().layers)
+        if layers != config.num_hidden_layers:
+            raise ValueError(
+                f"`{name}` has {layers} layers, its configuration says {config.num_hidden_layers}: set "
+                f"`config.num_hidden_layers` to {layers}"
+            )
     wanted, got = (
         m.config.get_text_config(decoder=True).vocab_size for m in (target, target if draft is None else draft)
     )
@@ -148,15 +154,17 @@ def check_pair(target: "PreTrainedModel", draft: "PreTrainedModel | None") -> No
         )
 
 
-def check_positions(target: "PreTrainedConfig", draft: "PreTrainedConfig", longest: int) -> None:
-    """Raise `ValueError` unless both models have positions for rows of `longest` tokens, new ones counted."""
-    for name, config in (("target", target), ("draft", draft)):
-        limit = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
-        if limit is not None and longest > limit:
-            raise ValueError(
-                f"contexts and new tokens make up to {longest} positions, the {name}'s limit is {limit} "
-                "(max_position_embeddings): take shorter contexts, or fewer new tokens"
-            )
+def check_positions(config: "PreTrainedConfig", longest: int, name: str = "target") -> None:
+    """Raise `ValueError` unless a model has positions for rows of `longest` tokens, new ones counted.
+
+    Of a draft that only proposes nothing is asked: more positions than it was trained for cost acceptance, no more.
+    """
+    limit = ModelFamily.positions(config.get_text_config(decoder=True))
+    if longest > limit:
+        raise ValueError(
+            f"contexts and new tokens make up to {longest} positions, the {name}'s limit is {limit} "
+            "(max_position_embeddings, and its scaling): take shorter contexts, or fewer new tokens"
+        )
 
 
 def check_processors(processors: "LogitsProcessorList") -> None:

@@ -59,6 +59,13 @@ class ModelFamily:
         """Size of a head."""
         return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
+    @staticmethod
+    def positions(config: "PreTrainedConfig") -> int:
+        """Tokens that a row may have: `max_position_embeddings`, or what scaling (YaRN) makes of those trained on."""
+        rope = getattr(config, "rope_parameters", None) or {}
+        trained, factor = rope.get("original_max_position_embeddings"), rope.get("factor")
+        return max(config.max_position_embeddings, int(trained * factor) if trained and factor else 0)
+
     def scale(self, config: "PreTrainedConfig") -> float:
         """Factor of the attention scores."""
         return self.head_dim(config) ** -0.5

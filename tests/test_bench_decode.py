@@ -303,7 +303,6 @@ def test_stock_out_of_memory_is_a_row(monkeypatch, capsys):
         ({"arms": ["hf-static"]}, "--arms must be of hf, vanilla, .* for real models, got hf-static"),
         ({"new_tokens": 7}, "--new-tokens must be at least 8"),
         ({"contexts": (20, 500)}, "2 prompts of 500 tokens are needed"),
-        ({"contexts": (20, 505)}, "make up to 513 positions, the target's limit is 512"),
     ],
 )
 def test_impossible_real_runs(options, message):

@@ -192,3 +192,79 @@ def test_weights_are_read_anew_in_each_call():
     assert not torch.equal(first, second)
     for row, tokens in zip(second[:, width:].tolist(), expected):
         assert row[: len(tokens)] == tokens
+
+
+def changed_activation(model):
+    model.model.layers[1].mlp.act_fn = nn.GELU()
+
+
+def changed_epsilon(model):
+    model.model.layers[0].input_layernorm.variance_epsilon = 0.5
+
+
+def changed_class(model, monkeypatch):
+    kind = type(model.model.layers[0].mlp)
+    own = kind.forward
+    monkeypatch.setattr(kind, "forward", lambda self, x: 1.5 * own(self, x))
+
+
+def changed_everywhere(model, monkeypatch):
+    kind = type(model.model.layers[0].mlp)
+    hook = nn.modules.module.register_module_forward_hook(
+        lambda module, args, out: 1.5 * out if isinstance(module, kind) else None
+    )
+    monkeypatch.setattr(model, "unhook", hook.remove, raising=False)
+
+
+class Wrapped(torch.Tensor):
+    """A weight of another kind in a plain linear layer, as quantisation leaves it."""
+
+
+def changed_weight(model):
+    linear = model.model.layers[0].self_attn.q_proj
+    linear.weight = nn.Parameter(linear.weight.detach().as_subclass(Wrapped))
+
+
+@pytest.mark.parametrize(
+    "change, obstacle",
+    [
+        (changed_activation, "the activation is not silu"),
+        (changed_epsilon, "norms have another epsilon than the configuration"),
+        (changed_class, "classes of modules have another forward"),
+        (changed_everywhere, "modules have hooks"),
+        (changed_weight, "parameters are no plain tensors"),
+    ],
+)
+def test_models_that_were_changed_run_as_they_are(change, obstacle, monkeypatch):
+    target, draft = lively("qwen2"), tiny_model("qwen2", seed=3)
+    expected = [plain(target, prompt, new=12) for prompt in PROMPTS]
+    try:
+        change(target, *([monkeypatch] if change.__code__.co_argcount > 1 else []))
+        assert fusion_obstacle(target) == obstacle
+        changed = [plain(target, prompt, new=12) for prompt in PROMPTS]
+        assert (changed == expected) == (change is changed_weight)
+        rows, _ = dustin(target, draft, PROMPTS, config={"backend": "compiled"}, new=12)
+        assert rows == changed
+    finally:
+        getattr(target, "unhook", lambda: None)()
+
+
+@pytest.mark.parametrize("change", ["module", "frequencies", "attention_scaling"])
+def test_rotary_tables_are_made_anew_in_each_call(change):
+    """Another scaling between two calls reaches the steps of the second."""
+    target, other = lively("qwen2"), tiny_model("qwen2", rope_parameters={"rope_type": "linear", "factor": 4.0})
+    options = {"assistant_model": target, "cache_implementation": "dustin", "cache_config": {"backend": "compiled"}}
+    options |= {"max_new_tokens": 12, "do_sample": False}
+    rotary = target.model.rotary_emb
+    with dustin_hf.enable(target):
+        first = target.generate(**left_pad(PROMPTS), **options)
+        if change == "module":
+            target.model.rotary_emb = other.model.rotary_emb
+        elif change == "frequencies":
+            rotary.inv_freq.mul_(0.5)
+        else:
+            rotary.attention_scaling = 1.5
+        second = target.generate(**left_pad(PROMPTS), **options)
+    assert not torch.equal(first, second)
+    expected, width = [plain(target, prompt, new=12) for prompt in PROMPTS], max(map(len, PROMPTS))
+    assert [row[: len(tokens)] for row, tokens in zip(second[:, width:].tolist(), expected)] == expected

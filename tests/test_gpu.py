@@ -278,6 +278,27 @@ def test_calls_in_several_threads(pair):
     assert found == dict.fromkeys(range(8), True)
 
 
+@pytest.mark.parametrize("budget", [8192, 9000, 100_000])
+def test_budgets_of_thousands(budget):
+    """More slots than a kernel selects, from a row that has them."""
+    model = tiny_model("qwen2", max_position_embeddings=16_384).cuda()
+    prompts = random_prompts([9200, 8500])
+    inputs = {name: x.cuda() for name, x in left_pad(prompts).items()}
+    with dustin_hf.enable(model):
+        out = model.generate(
+            **inputs,
+            assistant_model=on(model, "cuda"),
+            cache_implementation="dustin",
+            cache_config={"budget": budget},
+            max_new_tokens=20,
+            do_sample=False,
+            eos_token_id=None,
+        )
+    if budget > 9300:
+        assert out[:, 9200:].tolist() == [plain(model, prompt, new=20, eos_token_id=None) for prompt in prompts]
+    assert out.shape == (2, 9220)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_half_precision_is_finite_p08(pair, dtype, attention):

@@ -8,7 +8,7 @@ from dustin_hf.kernels.kv_append import kv_append
 from dustin_hf.kernels.rope_sparse_attention import rope_sparse_attention
 from dustin_hf.kernels.sparse_attention import sparse_attention
 from dustin_hf.kernels.srh_score import naive_srh_score, srh_score
-from dustin_hf.kernels.topk_select import topk_select
+from dustin_hf.kernels.topk_select import naive_topk_select, topk_select
 from dustin_hf.testing import assert_close
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -95,3 +95,18 @@ def test_variants_p51():
     for new in range(65, 100):  # offline, answers and windows of any length are one block
         full_attention(torch.zeros(2, new, 4, 64, dtype=torch.bfloat16, device="cuda"), k, k, start, 1.0)
     assert variants() - before == 1
+
+
+@pytest.mark.parametrize("k", [4097, 8192, 8193, 20000])
+def test_large_budgets(k):
+    """Beyond what a tile may hold torch sorts, inside a captured step too."""
+    length = torch.tensor([30_000, 8_193, 700], device="cuda")
+    draft, target = torch.rand(2, 3, 30_000, device="cuda")
+    quota = torch.tensor([3000, 0, 5], device="cuda")
+    expected = naive_topk_select(draft, target, length, quota, 4, 16, k)
+    assert torch.equal(topk_select(draft, target, length, quota, 4, 16, k), expected)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = topk_select(draft, target, length, quota, 4, 16, k)
+    graph.replay()
+    assert torch.equal(found, expected)

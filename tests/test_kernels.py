@@ -267,6 +267,16 @@ def test_topk_select_of_long_rows(ops, scores_of, sinks, window, k, m):
         assert out[row].tolist() == expected + [-1] * (k - len(expected))
 
 
+@pytest.mark.parametrize("k", [4097, 8192, 8193])
+def test_topk_select_of_large_budgets(ops, k):
+    """As large as a tile may be, and larger."""
+    lengths = torch.tensor([9500, k])
+    draft, target = torch.rand(2, 2, 9500, generator=torch.Generator().manual_seed(7))
+    out = ops.topk_select(draft, target, lengths, torch.tensor([3000, 0]), 4, 16, k)
+    for row, (length, m) in enumerate(zip(lengths.tolist(), (3000, 0))):
+        assert out[row].tolist() == literal_select(draft[row].tolist(), target[row].tolist(), length, m, 4, 16, k)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_topk_select_of_other_dtypes(ops, dtype):
     draft, target = torch.rand(2, 2, 700, generator=torch.Generator().manual_seed(6)).to(dtype)

@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from dustin_hf import cli
 from dustin_hf.testing import tiny_model
+from dustin_hf.validation import check_positions
 
 
 @pytest.fixture(scope="module")
@@ -27,22 +28,48 @@ def folder(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "command, options, longest",
+    "command, options, said",
     [
         # 64 new tokens for a line of code
-        ("longbench", ("--data", "data", "--task", "lcc", "--max-length", 1000), 1064),
-        ("ruler", ("--task", "niah_single", "--length", 1500, "--texts", "texts"), 1500),
-        ("pg19", ("--context", 1000, "--new-tokens", 30, "--samples", 1, "--texts", "texts"), 1030),
-        ("pg19", ("--context", 900, "--new-tokens", 30, "--drift", 150, "--samples", 1, "--texts", "texts"), 1050),
-        ("fidelity", ("--context", 1000, "--new-tokens", 25, "--samples", 1, "--texts", "texts"), 1025),
+        ("longbench", ("--data", "data", "--task", "lcc", "--max-length", 2000), "2064 positions, the target's"),
+        ("ruler", ("--task", "niah_single", "--length", 2500), "2500 positions, the target's limit is 2048"),
+        ("pg19", ("--context", 2040, "--new-tokens", 30, "--samples", 1), "2070 positions, the target's"),
+        ("pg19", ("--context", 1000, "--new-tokens", 30, "--samples", 1), "1030 positions, the draft's limit is 1024"),
+        (
+            "pg19",
+            ("--context", 900, "--new-tokens", 9, "--drift", 1200, "--samples", 1),
+            "2100 positions, the target's",
+        ),
+        ("fidelity", ("--context", 1000, "--new-tokens", 25, "--samples", 1), "1025 positions, the draft's"),
     ],
 )
-def test_rows_beyond_a_model(folder, tmp_path, monkeypatch, command, options, longest):
+def test_rows_beyond_a_model(folder, tmp_path, monkeypatch, command, options, said):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", None)
     monkeypatch.chdir(folder)
     arguments = [command, "--target", "target", "--draft", "draft", "--out", tmp_path / "out", *options]
+    arguments += [] if command == "longbench" else ["--texts", "texts"]
     result = CliRunner().invoke(cli.app(), [str(argument) for argument in arguments])
     assert result.exit_code == 1
-    assert f"make up to {longest} positions, the draft's limit is 1024" in result.output
+    assert f"make up to {said}" in result.output
     assert not (tmp_path / "out").exists()
+
+
+def test_a_shorter_draft_is_no_obstacle(folder, tmp_path, monkeypatch):
+    """It may be fed more positions than it was trained for."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.chdir(folder)
+    arguments = ["ruler", "--target", "target", "--draft", "draft", "--out", str(tmp_path / "out"), "--texts", "texts"]
+    arguments += ["--task", "niah_single", "--length", "1500", "--samples", "1", "--budget", "64", "--device", "cpu"]
+    assert CliRunner().invoke(cli.app(), arguments).exit_code == 0
+
+
+def test_scaled_positions():
+    """YaRN reaches further than the positions that a model was trained on; other scalings say theirs themselves."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+    config = tiny_model("qwen2", rope_parameters={**yarn, "rope_theta": 10000.0}).config
+    check_positions(config, 2048)
+    with pytest.raises(ValueError, match="make up to 2049 positions, the draft's limit is 2048"):
+        check_positions(config, 2049, "draft")
+    with pytest.raises(ValueError, match="the target's limit is 512"):
+        check_positions(tiny_model("qwen2").config, 513)

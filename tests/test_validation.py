@@ -317,3 +317,16 @@ def test_inputs_that_are_rewritten(pair, monkeypatch, kind):
         else:
             with pytest.raises(ValueError, match="`prepare_inputs_for_generation` of the model is not that of"):
                 pair.target.generate(**call)
+
+
+@pytest.mark.parametrize("cut", ["model", "assistant_model"])
+def test_models_of_fewer_layers_than_they_say(cut):
+    target, draft = tiny_model(), tiny_model(seed=1)
+    model = target if cut == "model" else draft
+    model.model.layers = model.model.layers[:1]
+    options = {"assistant_model": draft, "cache_implementation": "dustin", "max_new_tokens": 4, "do_sample": False}
+    with dustin_hf.enable(target):
+        with pytest.raises(ValueError, match=f"`{cut}` has 1 layers, its configuration says 2: set `config.num_hid"):
+            target.generate(**left_pad(PROMPTS), **options)
+        model.config.num_hidden_layers = 1
+        assert target.generate(**left_pad(PROMPTS), **options).shape[1] > max(map(len, PROMPTS))

@@ -153,7 +153,7 @@ def add_commands(commands: "Typer") -> None:
             loaded = None if profile is None else read_profile(profile)
             contexts = cut(found_texts, load_tokenizer(target), context, samples, whole)
             longest = max(map(len, contexts.values())) + new_tokens
-            first, second, _ = load_pair(target, draft, the_device(device), longest)
+            first, second, _ = load_pair(target, draft, the_device(device), longest, longest)
             with bars() as progress:
                 result = measure.fidelity(
                     first,

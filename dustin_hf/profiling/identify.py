@@ -14,7 +14,7 @@ from dustin_hf.cache import DustinCache
 from dustin_hf.enabling import enable
 from dustin_hf.forward import input_device
 from dustin_hf.held import write_file
-from dustin_hf.model_patches.families import family_of
+from dustin_hf.model_patches.families import ModelFamily, family_of
 from dustin_hf.prefill import prefill
 from dustin_hf.profile import Heads, config_hash
 from dustin_hf.profiling.needles import NeedleSample
@@ -54,7 +54,7 @@ def score_heads(
     """
     config = model.config.get_text_config(decoder=True)
     family_of(config)
-    limit = config.max_position_embeddings
+    limit = ModelFamily.positions(config)
     if not samples:
         raise ValueError("`samples` is empty: there is nothing to score heads by")
     longest = max(len(sample.prompt_ids) + len(sample.answer_ids) for sample in samples)

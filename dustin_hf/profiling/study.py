@@ -18,6 +18,7 @@ import dustin_hf
 from dustin_hf.eval.efficiency.record import conditions, without_folders
 from dustin_hf.forward import input_device
 from dustin_hf.held import differing, write_file
+from dustin_hf.model_patches.families import ModelFamily
 from dustin_hf.profile import DustinProfile, LayerGroup, config_hash
 from dustin_hf.profiling.needles import fits
 from dustin_hf.profiling.prices import prices, reached_by_groups, search_groups
@@ -104,7 +105,7 @@ class StudySettings:
         Raises:
             ValueError: if the texts are too short for any.
         """
-        limit = model.config.get_text_config(decoder=True).max_position_embeddings
+        limit = ModelFamily.positions(model.config.get_text_config(decoder=True))
         lengths = [n for n in self.needle_lengths if n <= limit and fits(texts, tokenizer, n)]
         if not lengths:
             raise ValueError(

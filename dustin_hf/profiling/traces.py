@@ -15,6 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import save
 
 from dustin_hf.held import differing, write_file
+from dustin_hf.model_patches.families import ModelFamily
 from dustin_hf.profile import Heads, config_hash
 from dustin_hf.profiling.recovery import Sample
 from dustin_hf.profiling.windows import trace_samples
@@ -205,8 +206,8 @@ def check_lengths(
         if length < shortest:
             raise ValueError(f"{prompt} has {length} tokens; histories need at least {shortest}: leave it out")
         for name, model in (("target", target), ("draft", draft)):
-            limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-            if limit is not None and length + new_tokens > limit:
+            limit = ModelFamily.positions(model.config.get_text_config(decoder=True))
+            if length + new_tokens > limit:
                 raise ValueError(
                     f"{prompt} has {length} tokens, with {new_tokens} new ones more than the {limit} positions of the "
                     f"{name}: cut it (`max_context`), or configure the model for longer contexts"

@@ -100,8 +100,7 @@ def bench_app() -> "Typer":
             parts = Parts(out, force, command_line())
             if target is not None and draft is not None:
                 check_cuda()
-                new = 128 if new_tokens is None else new_tokens
-                models = load_pair(target, draft, longest=max(points) + new)
+                models = load_pair(target, draft)
                 result = run_real(
                     *models[:2],
                     read_texts(texts or EXCERPTS, models[2]),
@@ -110,7 +109,7 @@ def bench_app() -> "Typer":
                     gamma,
                     budget,
                     names,
-                    new,
+                    128 if new_tokens is None else new_tokens,
                     command_line(),
                     progress=say,
                     ragged=ragged,

@@ -23,7 +23,6 @@ from dustin_hf.eval.parts import Parts
 from dustin_hf.pool import Pool
 from dustin_hf.profile import DustinProfile
 from dustin_hf.profiling.traces import fingerprint
-from dustin_hf.validation import check_positions
 
 REAL_ARMS = ("hf", *ARMS)
 BASES = ("vanilla", "classic", "magicdec", "hf")
@@ -112,7 +111,6 @@ def run_real(
         raise ValueError(f"--arms must be of {', '.join(REAL_ARMS)} for real models, got {', '.join(unknown)}")
     if new_tokens < NGRAM:
         raise ValueError(f"--new-tokens must be at least {NGRAM}, got {new_tokens}")
-    check_positions(target.config, draft.config, max(contexts) + new_tokens)
     sizes = [(batch, context) for batch in batches for context in contexts]
     points = [(*size, cut_prompts(texts, row_lengths(size[1], size[0], ragged), front)) for size in sizes]
     configs = [model.config.get_text_config(decoder=True) for model in (target, draft)]

@@ -27,25 +27,29 @@ class Prompt:
     tokens: list[int]
 
 
-def load_pair(target: str, draft: str, device: str = "cuda", longest: int | None = None) -> tuple[Any, Any, Any]:
+def load_pair(
+    target: str, draft: str, device: str = "cuda", longest: int = 0, draft_longest: int = 0
+) -> tuple[Any, Any, Any]:
     """Target, draft and the target's tokenizer; in bfloat16 on CUDA, in float32 elsewhere.
 
     Args:
         target: folder with safetensors or a single `.gguf` file, which is dequantised; or a Hub id.
         draft: likewise.
         device: of both.
-        longest: positions that a row takes, which both must have. Default: not known.
+        longest: positions that the target must have for the rows.
+        draft_longest: likewise the draft.
 
     Raises:
         FileNotFoundError: if there is no such model, or its file is torn.
         ValueError: if the rows are longer than a model allows, before any weights are read.
     """
     dtype = torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32
-    named = (("--target", target), ("--draft", draft))
-    if longest is not None:
-        check_positions(_config(*named[0]), _config(*named[1]), longest)
+    named = (("--target", target, longest), ("--draft", draft, draft_longest))
+    for option, name, positions in named:
+        if positions:
+            check_positions(_config(option, name), positions, option.removeprefix("--"))
     models = []
-    for option, name in named:
+    for option, name, _ in named:
         options = _gguf(name, "*.safetensors")
         if options:  # transformers may keep the weights packed otherwise, which is another model to measure
             options["quantization_config"] = GgufConfig(dequantize=True)

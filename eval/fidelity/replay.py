@@ -120,7 +120,8 @@ def _check(
         raise ValueError("`contexts` must be one or more rows of at least one token")
     if new_tokens < 1 or gamma < 1:
         raise ValueError(f"`new_tokens` and `gamma` must be positive, got {new_tokens} and {gamma}")
-    check_positions(target.config, draft.config, max(map(len, contexts)) + new_tokens)
+    for name, model in (("target", target), ("draft", draft)):
+        check_positions(model.config, max(map(len, contexts)) + new_tokens, name)
 
 
 class _Replay:

@@ -14,6 +14,7 @@ from dustin_hf.eval.longbench.prompts import encode_prompt
 from dustin_hf.eval.longbench.tasks import task_of
 from dustin_hf.eval.run_folder import RunFolder
 from dustin_hf.held import write_file
+from dustin_hf.model_patches.families import ModelFamily
 from dustin_hf.profile import DustinProfile
 
 if TYPE_CHECKING:
@@ -61,8 +62,10 @@ def run_longbench(
         ModuleNotFoundError: if rouge or jieba is needed and missing.
     """
     check_libraries(samples)
-    positions = min(model.config.get_text_config(decoder=True).max_position_embeddings for model in (target, draft))
-    limit = positions - RESERVED if max_length is None else max_length
+    positions, of_draft = (ModelFamily.positions(m.config.get_text_config(decoder=True)) for m in (target, draft))
+    limit = min(positions, of_draft) - RESERVED if max_length is None else max_length
+    if max_length is None and limit < 2:
+        raise ValueError(f"both models must have more than {RESERVED + 1} positions, got {positions} and {of_draft}")
     own: Any = target.generation_config
     groups = {
         task: Group(

@@ -72,8 +72,11 @@ def add_commands(commands: "Typer") -> None:
             tokenizer = load_tokenizer(target)
             chosen = passages(books, tokenizer, context, new_tokens, samples)
             stories = passages(books, tokenizer, context, drift_tokens, samples, story=True) if drift_tokens else []
-            longest = max(len(passage.context) + len(passage.following) for passage in (*chosen, *stories))
-            first, second, _ = load_pair(target, draft, the_device(device), longest)
+            read, told = (
+                max((len(passage.context) + len(passage.following) for passage in of), default=0)
+                for of in (chosen, stories)
+            )
+            first, second, _ = load_pair(target, draft, the_device(device), max(read, told), read)
             configs = [model.config.get_text_config(decoder=True) for model in (first, second)]
             used = loaded or DustinProfile.of_pair(*configs)
             used.check_pair(*configs)

@@ -56,7 +56,7 @@ def drift(
     Raises:
         ValueError: if an output would not fit the target's positions.
     """
-    check_positions(target.config, draft.config, max(len(passage.context) for passage in chosen) + new_tokens)
+    check_positions(target.config, max(len(passage.context) for passage in chosen) + new_tokens)
     rows: list[dict[str, Any]] = []
     options: list[dict[str, Any]] = [{"mode": "full"}, *({"budget": budget} for budget in budgets)]
     parts = parts or Parts()

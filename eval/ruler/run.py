@@ -52,7 +52,7 @@ def run_ruler(
     """
     if not samples:
         raise ValueError("`samples` must hold at least one, got none")
-    check_positions(target.config, draft.config, max(sample.length for sample in samples))
+    check_positions(target.config, max(sample.length for sample in samples))
     cells: dict[str, list[Sample]] = {}
     for sample in samples:
         cells.setdefault(f"{sample.task}-{sample.length}", []).append(sample)

@@ -1,8 +1,9 @@
 """Triton kernels of topk_select: bounds from group maxima leave few candidates, among which a program per row selects.
 
-Slot `s` is in group `s % NG`, and NG is at least `2 * k`. The q-th largest of the groups' maxima is at most the q-th
-largest key, so no selected slot lies below it; where large keys lie in any order, less than twice as many slots as are
-selected lie above. A row that keeps more than fit (equal keys; a period of NG slots) is searched whole, and slowly.
+Slot `s` is in group `s % NG`, and NG is `2 * k` or more, `MOST` at most. The q-th largest of the groups' maxima is at
+most the q-th largest key, so no selected slot lies below it; where large keys lie in any order, less than twice as many
+slots as are selected lie above. A row that keeps more than fit (equal keys; a period of NG slots) is searched whole,
+which is slow.
 """
 
 import torch
@@ -18,6 +19,8 @@ GROUPS, DEPTH, MAXIMA_WARPS = 64, 32, 4
 # Candidates: a row is read by up to CHUNKS programs, TILE slots at a time.
 CHUNKS, TILE, CANDIDATES_WARPS = 32, 2048, 4
 SELECT_WARPS = 8
+# Beyond it a program's tile of candidates and chunks is larger than Triton allows, and torch sorts.
+MOST = 8192
 # Bits of a threshold that each round of a search finds, by counting the keys that reach each of 2 ** BITS values.
 BITS = 2
 
@@ -196,10 +199,12 @@ def _select_kernel(
 
 def triton_topk_select(draft_scores, target_scores, lengths, draft_quota, sinks, window, k):
     """As `naive_topk_select`, for scores that are not negative, as sums of softmaxes are; rows must be contiguous."""
+    if k > MOST:
+        return naive_topk_select(draft_scores, target_scores, lengths, draft_quota, sinks, window, k)
     check_topk_select(draft_scores, target_scores, lengths, draft_quota, sinks, window, k)
     batch, slots = draft_scores.shape
     padded = triton.next_power_of_2(k)
-    groups = min(max(2 * padded, GROUPS), 8192)
+    groups = min(max(2 * padded, GROUPS), MOST)
     chunk = max(256, triton.next_power_of_2(triton.cdiv(slots, CHUNKS)))
     chunks = triton.cdiv(slots, chunk)
     out, maxima, candidates, counts = (
