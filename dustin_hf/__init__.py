@@ -10,7 +10,14 @@ if TYPE_CHECKING:
     from dustin_hf.generation import DustinGenerateOutput
     from dustin_hf.model_patches.families import UnsupportedModelError
     from dustin_hf.profile import DustinProfile
-    from dustin_hf.selection import Selection, SelectionPolicy, Signals, register_policy
+    from dustin_hf.selection import (
+        PolicyContext,
+        Selection,
+        SelectionPolicy,
+        Signals,
+        register_policy,
+        unregister_policy,
+    )
     from dustin_hf.stats import GenerationStats
     from dustin_hf.streaming import BatchStreamer, BatchTextStreamer
 
@@ -26,6 +33,7 @@ _HOME = {
     "DustinHandle": "enabling",
     "DustinProfile": "profile",
     "GenerationStats": "stats",
+    "PolicyContext": "selection",
     "Selection": "selection",
     "SelectionPolicy": "selection",
     "Signals": "selection",
@@ -33,6 +41,7 @@ _HOME = {
     "disable": "enabling",
     "enable": "enabling",
     "register_policy": "selection",
+    "unregister_policy": "selection",
 }
 
 __all__ = [
@@ -44,6 +53,7 @@ __all__ = [
     "DustinHandle",
     "DustinProfile",
     "GenerationStats",
+    "PolicyContext",
     "Selection",
     "SelectionPolicy",
     "Signals",
@@ -51,6 +61,7 @@ __all__ = [
     "disable",
     "enable",
     "register_policy",
+    "unregister_policy",
 ]
 
 

@@ -56,6 +56,7 @@ class Call:
         config: the options.
         kv_bytes_per_token: of the target.
         prefill_chunk_size: most tokens per forward of the prefill; None for the default.
+        profile: where it came from: `"given"`, `"shipped"` or `"default"`.
     """
 
     parts: StepParts
@@ -67,6 +68,7 @@ class Call:
     config: DustinConfig
     kv_bytes_per_token: int
     prefill_chunk_size: int | None
+    profile: str
 
     def prefill(self) -> None:
         """Fill the caches with the prompts."""
@@ -148,12 +150,15 @@ def assemble(
     target_config, draft_config = (
         model.config.get_text_config(decoder=True) for model in (target, target if draft is None else draft)
     )
+    source = "given" if profile is not None else "shipped"
     profile = profile or DustinProfile.shipped(target_config, draft_config)
     if profile is None:
-        logger.warning_once(  # type: ignore[attr-defined]  # transformers adds it
-            "No Dustin profile was given: an untuned default estimates attention. Use "
-            "dustin_hf.enable(model, profile=...) with one made for this pair."
-        )
+        source = "default"
+        if config.mode in ("hybrid", "target", "draft"):
+            logger.warning_once(  # type: ignore[attr-defined]  # transformers adds it
+                "No Dustin profile was given: an untuned default estimates attention. Use "
+                "dustin_hf.enable(model, profile=...) with one made for this pair."
+            )
         profile = DustinProfile.default(target_config, draft_config)
     profile.check_pair(target_config, draft_config if draft is not None else None)
     gamma = generation_config.prompt_lookup_num_tokens
@@ -239,7 +244,7 @@ def assemble(
         limit=torch.tensor(limit, device=device),
     )
     chunk = generation_config.prefill_chunk_size
-    return Call(parts, state, pads, held, draft_held, gamma, config, per_token, chunk)
+    return Call(parts, state, pads, held, draft_held, gamma, config, per_token, chunk, source)
 
 
 def _proposer(

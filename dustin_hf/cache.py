@@ -128,8 +128,6 @@ class DustinLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         return self.shared.capacity
 
-    get_max_cache_shape = get_max_length
-
 
 class DustinCache(Cache):
     """A KV cache for ragged batches: every row holds its own tokens from slot 0 and never a pad.

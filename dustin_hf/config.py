@@ -57,7 +57,7 @@ class DustinConfig:
                 "protected tokens count in the budget: raise it, or lower `sinks` or `window`"
             )
         share = self.draft_share
-        if share is not None and (not isinstance(share, int | float) or not 0 <= share <= 1):
+        if share is not None and (isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1):
             raise ValueError(f"`draft_share` must be between 0 and 1, got {self.draft_share!r}")
         check_num_assistant_tokens(self.num_assistant_tokens)
         if self.draft_cache not in DRAFT_CACHES:
@@ -85,7 +85,7 @@ class DustinConfig:
             raise ValueError(f"`cache_config` must be a dict or a DustinConfig, got {type(cache_config).__name__}")
         cache_config = {} if cache_config is None else dict(cache_config)
         known = [f.name for f in fields(cls)]
-        unknown = sorted(set(cache_config) - set(known))
+        unknown = sorted(map(str, set(cache_config) - set(known)))
         if unknown:
             raise ValueError(f"`cache_config` has unknown keys {unknown}; with 'dustin' it takes {known}")
         return cls(**cache_config)

@@ -36,7 +36,6 @@ def one_line_errors() -> Iterator[None]:
         yield
     except Exception as error:
         import torch
-        from safetensors import SafetensorError
 
         from dustin_hf.model_patches.families import UnsupportedModelError
 
@@ -44,8 +43,6 @@ def one_line_errors() -> Iterator[None]:
             said = str(error)
         elif isinstance(error, torch.OutOfMemoryError):
             said = f"{str(error).splitlines()[0]} Lower --batch or --context"
-        elif isinstance(error, SafetensorError):  # a file that is torn, of traces say
-            said = f"a .safetensors file cannot be read ({error}): remove it, it is made again"
         elif isinstance(error, ModuleNotFoundError) and error.name in EXTRAS:
             said = f"this needs {error.name}: pip install 'dustin_hf[{EXTRAS[error.name]}]'"
         elif isinstance(error, OSError):

@@ -69,7 +69,8 @@ def enable(
 
     Raises:
         UnsupportedModelError: if the model's architecture is not supported.
-        ValueError: if `profile` is given without a model, or is not a profile.
+        FileNotFoundError: if there is no profile of that name.
+        ValueError: if `profile` is given without a model, is not a profile, or is one of another target.
     """
     if model is None:
         if profile is not None:
@@ -87,6 +88,8 @@ def enable(
         profile = DustinProfile.from_pretrained(os.fspath(profile))
     elif profile is not None and not isinstance(profile, DustinProfile):
         raise ValueError(f"`profile` must be a DustinProfile, a path or a Hub id, got {type(profile).__name__}")
+    if profile is not None:
+        profile.check_pair(config.get_text_config(decoder=True), None)
     handle = DustinHandle(model)
     with _lock:
         _acquire_host()
@@ -157,8 +160,14 @@ def _acquire_host() -> None:
 
 
 def _replace(owner: Any, name: str, value: Any) -> None:
-    """Set an attribute of the host, to be undone by `_release_host`."""
-    _undo_host.append(functools.partial(setattr, owner, name, getattr(owner, name)))
+    """Set an attribute of the host, to be undone by `_release_host` unless somebody else has set it since."""
+    before = getattr(owner, name)
+
+    def undo() -> None:
+        if getattr(owner, name) is value:
+            setattr(owner, name, before)
+
+    _undo_host.append(undo)
     setattr(owner, name, value)
 
 
@@ -177,7 +186,8 @@ def _guarded(stock_generate: Any) -> Any:
 
     @functools.wraps(stock_generate)
     def generate(self, inputs=None, generation_config=None, *args, **kwargs):
-        asks = is_requested(self, generation_config, kwargs)
+        # a repository's own `generate` comes from there, and enables what it needs
+        asks = is_requested(self, generation_config, kwargs) and kwargs.get("custom_generate") is None
         if asks and not isinstance(self, DustinGenerationMixin):
             if not _global_handles:
                 raise ValueError(

@@ -151,6 +151,8 @@ class DustinGenerationMixin(_Model):
             backend=backend.name,
             backend_reason=backend.reason,
             options=call.config.to_dict(),
+            draft_cache=getattr(parts.proposer, "kind", None),
+            profile=call.profile,
         )
         output: dict[str, Any] = {"sequences": sequences, "stats": stats, CACHE_ARG: parts.cache}
         for name, collector in (("scores", parts.scores), ("logits", parts.logits)):

@@ -2,14 +2,16 @@
 
 import hashlib
 import json
+import operator
 import shutil
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dustin_hf.cards import GENERATED, PLOTS_NAME, model_card
 from dustin_hf.config import check_num_assistant_tokens
 
 if TYPE_CHECKING:
@@ -17,11 +19,8 @@ if TYPE_CHECKING:
 
 PROFILE_NAME = "dustin_profile.json"
 CARD_NAME = "README.md"
-PLOTS_NAME = "plots"
 SCHEMA_VERSION = 1
 SHIPPED = Path(__file__).parent / "profiles"
-# Only cards with this line are written anew: a folder may hold a README of its own.
-_GENERATED = "<!-- made by dustin_hf; remove this line to keep changes -->"
 
 Heads = dict[int, tuple[int, ...]]
 
@@ -44,14 +43,19 @@ def config_hash(config: "PreTrainedConfig") -> str:
 
 
 def _checked_heads(name: str, heads: Heads) -> Heads:
-    found = {int(layer): tuple(int(h) for h in chosen) for layer, chosen in heads.items()}
+    try:  # layers are text in JSON
+        found = {int(layer): tuple(operator.index(head) for head in chosen) for layer, chosen in heads.items()}
+    except (AttributeError, TypeError) as error:
+        raise ValueError(f"`{name}` must map layers to whole numbers, its heads, got {heads!r}") from error
     if not found or not all(found.values()):
         raise ValueError(f"`{name}` must name at least one head in each of its layers, got {found}")
+    if any(len(set(chosen)) < len(chosen) for chosen in found.values()):
+        raise ValueError(f"`{name}` must name each head once, got {found}")
     return found
 
 
 def _checked_shares(share: float, shares: dict[int, float]) -> dict[int, float]:
-    if not 0 <= share <= 1:
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
         raise ValueError(f"`draft_share` must be between 0 and 1, got {share!r}")
     found = {int(budget): float(share) for budget, share in shares.items()}
     if not all(budget > 0 and 0 <= share <= 1 for budget, share in found.items()):
@@ -132,6 +136,8 @@ class DustinProfile:
             )
         object.__setattr__(self, "draft_shares", _checked_shares(self.draft_share, self.draft_shares))
         check_num_assistant_tokens(self.num_assistant_tokens)
+        if not isinstance(self.metadata, dict):
+            raise ValueError(f"`metadata` must be a dict, got {type(self.metadata).__name__}")
         for name in ("target_heads", "draft_heads"):
             object.__setattr__(self, name, _checked_heads(name, getattr(self, name)))
         groups = tuple(LayerGroup(**x) if isinstance(x, dict) else x for x in self.layer_groups)
@@ -237,7 +243,7 @@ class DustinProfile:
             if plot.resolve() != (shown / plot.name).resolve():
                 shutil.copyfile(plot, shown / plot.name)
         card = path.with_name(CARD_NAME)
-        if not card.exists() or _GENERATED in card.read_text(encoding="utf-8"):
+        if not card.exists() or GENERATED in card.read_text(encoding="utf-8"):
             card.write_text(model_card(self, plots=_pngs(shown)), encoding="utf-8")
         return path
 
@@ -277,7 +283,7 @@ class DustinProfile:
         """Read a profile from a folder, a JSON file, or a Hub repository (`hub_kwargs` go to `hf_hub_download`).
 
         Raises:
-            FileNotFoundError: if a folder or JSON file is named that holds none, or is not there.
+            FileNotFoundError: if a folder or JSON file is named that holds none, or is not there; or what is no Hub id.
             ValueError: if the file is no profile of a known schema.
         """
         given = Path(name_or_path)
@@ -286,8 +292,12 @@ class DustinProfile:
             if given.is_dir() or given.suffix == ".json":  # the Hub would only be asked in vain
                 raise FileNotFoundError(f"`profile` {path} does not exist: name a finished study, a file or a Hub id")
             from huggingface_hub import hf_hub_download
+            from huggingface_hub.errors import HFValidationError
 
-            path = Path(hf_hub_download(str(name_or_path), PROFILE_NAME, **hub_kwargs))
+            try:
+                path = Path(hf_hub_download(str(name_or_path), PROFILE_NAME, **hub_kwargs))
+            except HFValidationError as error:
+                raise FileNotFoundError(f"`profile` {name_or_path} does not exist, and is no Hub id") from error
         try:
             return cls(**json.loads(path.read_text(encoding="utf-8")))
         except (TypeError, AttributeError, ValueError) as error:
@@ -301,98 +311,3 @@ def _all_shipped() -> tuple[DustinProfile, ...]:
 
 def _pngs(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.glob("*.png"))
-
-
-def model_card(profile: DustinProfile, name: str = "path/or/hub-id", plots: Sequence[str] = ()) -> str:
-    """The card of a profile, Markdown with a YAML header.
-
-    Args:
-        profile: its fields and what its `metadata` tells are shown.
-        name: what `enable(model, profile=...)` takes.
-        plots: files in `plots/` beside it.
-    """
-    data = profile.metadata
-    target, draft = (str(data.get(model, {}).get("id", f"your {model}")) for model in ("target", "draft"))
-    known = [model for model in (target, draft) if model.count("/") == 1 and not model.startswith((".", "/"))]
-    lines = ["---", "library_name: transformers", "tags:", "- dustin", "- speculative-decoding", "- sparse-attention"]
-    lines += ["base_model:", *(f"- {model}" for model in known)] if known else []
-    lines += ["---", _GENERATED, "", f"# Dustin profile of {target} with {draft}", ""]
-    lines += [
-        "Which attention heads of this target and draft choose the cached tokens that verification reads, and how the "
-        "budget is split between both. There are no weights in here.",
-        "",
-        "| | layers: heads |",
-        "|---|---|",
-        f"| target, last committed token | {_heads_in_words(profile.target_heads)} |",
-        f"| draft, lookahead | {_heads_in_words(profile.draft_heads)} |",
-        "",
-    ]
-    if profile.layer_groups:
-        lines += [
-            "Groups of target layers have sets of their own:",
-            "",
-            "| from layer | target | draft | m / k |",
-            "|---|---|---|---|",
-        ]
-        lines += [
-            f"| {group.first_layer} | {_heads_in_words(group.target_heads)} | {_heads_in_words(group.draft_heads)} | "
-            f"{_shares_in_words(group)} |"
-            for group in profile.layer_groups
-        ]
-        lines.append("")
-    else:
-        lines += [f"Of the budget k the draft chooses m: {_shares_in_words(profile)}, as a share.", ""]
-    arr = data.get("arr", {})
-    if arr:
-        policies = list(dict.fromkeys(policy for table in arr.values() for policy in table))
-        lines += [
-            "## Attention recovery rate",
-            "",
-            "Share of the attention over the full cache that verification sees, the tokens of the block included; mean "
-            "over heads, layers, windows and held-out texts. `oracle` knows the attention to come, with one set for "
-            "all layers, or with one per layer." + (_ONE_SET if profile.layer_groups else ""),
-            "",
-            f"| budget | {' | '.join(policies)} |",
-            "|---" * (len(policies) + 1) + "|",
-        ]
-        for k, table in arr.items():
-            cells = (f"{table[policy]:.4f}" if policy in table else "" for policy in policies)
-            lines.append(f"| {k} | {' | '.join(cells)} |")
-        lines.append("")
-    lines += [line for plot in plots for line in (f"![{Path(plot).stem}]({PLOTS_NAME}/{plot})", "")]
-    lines += [
-        "## Use",
-        "",
-        "```python",
-        "import dustin_hf",
-        "",
-        f'dustin_hf.enable(target, profile="{name}")',
-        'target.generate(**inputs, assistant_model=draft, cache_implementation="dustin", cache_config={"budget": 512})',
-        "```",
-        "",
-        "## Limits",
-        "",
-        "- For this pair, and fine-tunes of the same shapes; other models are refused.",
-        "- Verification with a budget below the length is approximate: the output is not the target's own. Recovery "
-        "rates are a proxy, measured on full-cache runs: judge by your task.",
-        "- The calibration texts below are what it was tuned on; other lengths and languages were not looked at.",
-    ]
-    lines += ["", "## Made with", "", "```json", json.dumps(_how_made(profile), indent=1), "```", ""]
-    return "\n".join(lines)
-
-
-_ONE_SET = " What does not end in `by_groups` is of one set for all layers, by the heads of the first table."
-
-
-def _shares_in_words(part: "DustinProfile | LayerGroup") -> str:
-    by_budget = (f"{share:.3f} (k = {k})" for k, share in sorted(part.draft_shares.items()))
-    return ", ".join(by_budget) or f"{part.draft_share:.3f}"
-
-
-def _heads_in_words(heads: Heads) -> str:
-    return "; ".join(f"{layer}: {', '.join(map(str, chosen))}" for layer, chosen in heads.items())
-
-
-def _how_made(profile: DustinProfile) -> dict[str, Any]:
-    rest = {name: value for name, value in profile.metadata.items() if not name.startswith("arr")}
-    return {"schema_version": profile.schema_version, "gamma": profile.num_assistant_tokens, **rest}

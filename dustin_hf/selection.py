@@ -138,14 +138,16 @@ class HybridPolicy(SelectionPolicy):
         draft_scores = signals.draft_scores
         if draft_scores is None:
             draft_scores = torch.zeros_like(target_scores)
+        capacity = signals.target_cache.capacity
+        sinks = min(self.sinks, capacity)
         indices = topk_select(
             draft_scores,
             target_scores,
             signals.lengths,
             torch.where(signals.draft_counts > 0, self.m, 0),
-            self.sinks,
-            self.window,
-            min(self.k, max(signals.target_cache.capacity, self.sinks + self.window)),
+            sinks,
+            min(self.window, capacity - sinks),
+            min(self.k, capacity),
         )
         return Selection(indices[None, :, None])
 
@@ -209,11 +211,30 @@ _FACTORIES: dict[str, PolicyFactory] = {}
 
 
 def register_policy(name: str, factory: PolicyFactory) -> None:
-    """Make a policy available as `cache_config={"mode": name}`.
+    """Make a policy available as `cache_config={"mode": name}`; `unregister_policy` undoes it.
+
+    For one that reads what was written last:
+
+        class Recent(SelectionPolicy):
+            def __init__(self, budget):
+                self.budget = budget
+
+            def select(self, signals):  # slots from length - budget on, -1 for those that are not there
+                lengths = signals.lengths[:, None]
+                slots = lengths - self.budget + torch.arange(self.budget, device=lengths.device)
+                return Selection(slots.clamp(min=-1).int()[None, :, None])  # [n_sets, B, 1 or H, k]
+
+        register_policy("recent", lambda context: Recent(context.config.budget))
+
+    Args:
+        name: what `mode` takes.
+        factory: called once a call with a `PolicyContext` (options, profile, scorers, configs); returns the policy.
 
     Raises:
-        ValueError: if the name is taken.
+        ValueError: if the name is taken, or the factory cannot be called.
     """
+    if not callable(factory):
+        raise ValueError(f"`factory` must be callable with a PolicyContext, got {type(factory).__name__}")
     if name in _FACTORIES:
         raise ValueError(f"`name` {name!r} is already a selection policy; registered are {policy_names()}")
     _FACTORIES[name] = factory
@@ -230,8 +251,17 @@ def policy_names() -> tuple[str, ...]:
 
 
 def build_policy(context: PolicyContext) -> SelectionPolicy:
-    """The policy that `context.config.mode` names."""
-    return _FACTORIES[context.config.mode](context)
+    """The policy that `context.config.mode` names.
+
+    Raises:
+        ValueError: if what was registered makes none.
+    """
+    policy = _FACTORIES[context.config.mode](context)
+    if not isinstance(policy, SelectionPolicy):
+        raise ValueError(
+            f"the factory of mode {context.config.mode!r} must return a SelectionPolicy, got {type(policy).__name__}"
+        )
+    return policy
 
 
 def _hybrid(share: float | None) -> PolicyFactory:

@@ -30,6 +30,8 @@ class GenerationStats:
         backend: what ran the steps: `"graph"`, `"compiled"` or `"eager"`.
         backend_reason: why that one.
         options: the call's `DustinConfig` as a dict.
+        draft_cache: what the draft attended to: `"full"`, `"streaming"` or `"sparse"`; None where no model drafts.
+        profile: which one was used: `"given"`, `"shipped"` or `"default"`.
     """
 
     num_assistant_tokens: int
@@ -44,6 +46,8 @@ class GenerationStats:
     backend: str
     backend_reason: str
     options: dict[str, Any]
+    draft_cache: str | None
+    profile: str
 
     @property
     def new_tokens(self) -> list[int]:

@@ -40,12 +40,21 @@ class BatchTextStreamer(BatchStreamer):
     Args:
         tokenizer (`PreTrainedTokenizerBase`): decodes.
         on_text (`Callable[[int, str], None]`): called with the row's index and its new piece of text.
+        skip_prompt (`bool`, *optional*): prompts are never passed on; False is refused.
         decode_kwargs: of `tokenizer.decode`, such as `skip_special_tokens=True`.
 
     The pieces of a row joined are its decoded new tokens.
     """
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", on_text: Callable[[int, str], None], **decode_kwargs: Any):
+    def __init__(
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        on_text: Callable[[int, str], None],
+        skip_prompt: bool = True,
+        **decode_kwargs: Any,
+    ):
+        if not skip_prompt:
+            raise ValueError("`skip_prompt=False` is not supported: a BatchTextStreamer passes on new text alone")
         self.tokenizer, self.on_text, self.decode_kwargs = tokenizer, on_text, decode_kwargs
         self.tokens: list[list[int]] = []
         self.printed: list[int] = []

@@ -116,12 +116,18 @@ def _is_stock(function: Any) -> bool:
 
 def check_tokenizers(tokenizer: Any, assistant_tokenizer: Any) -> None:
     """Refuse two tokenizers that do not agree; the draft's ids are fed to the target as they are."""
-    if tokenizer is not None and assistant_tokenizer is not None:
-        if tokenizer.get_vocab() != assistant_tokenizer.get_vocab():
+    if assistant_tokenizer is None:
+        return
+    for name, given in (("tokenizer", tokenizer), ("assistant_tokenizer", assistant_tokenizer)):
+        if not hasattr(given, "get_vocab"):
             raise ValueError(
-                "`assistant_tokenizer` has another vocabulary than `tokenizer`: with cache_implementation='dustin' "
-                "target and draft must share one tokenizer"
+                f"`{name}` must be a tokenizer where `assistant_tokenizer` is given, got {type(given).__name__}"
             )
+    if tokenizer.get_vocab() != assistant_tokenizer.get_vocab():
+        raise ValueError(
+            "`assistant_tokenizer` has another vocabulary than `tokenizer`: with cache_implementation='dustin' "
+            "target and draft must share one tokenizer"
+        )
 
 
 def check_pair(target: "PreTrainedModel", draft: "PreTrainedModel | None") -> None:
@@ -138,6 +144,11 @@ def check_pair(target: "PreTrainedModel", draft: "PreTrainedModel | None") -> No
             raise ValueError(f"`{name}` must be a transformers model, got {type(model).__name__}")
         config = model.config.get_text_config(decoder=True)
         family_of(config, name).check(config, name)
+        if not getattr(model, "can_generate", lambda: False)():
+            raise ValueError(
+                f"`{name}` must be a model that can generate, got {type(model).__name__}: load it with "
+                "AutoModelForCausalLM"
+            )
         layers = len(model.get_decoder().layers)
         if layers != config.num_hidden_layers:
             raise ValueError(

@@ -8,10 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from dustin_hf.eval.efficiency.record import check_free, conditions, save
-from dustin_hf.eval.run_folder import RunFolder
+from dustin_hf.eval.run_folder import SAME, RunFolder
 
-# Of the conditions: figures of another machine or version are not of the same run.
-SAME = ("gpu", "torch", "triton", "transformers", "dustin_hf", "commit")
 PARTS_SUFFIX = ".parts"
 
 
@@ -46,6 +44,7 @@ class Parts:
             return
         folder = self.out.with_name(self.out.name + PARTS_SUFFIX)
         now = conditions(self.command.replace(" --force", ""))
+        # figures of another machine or version are not of the same run
         about = {"command": now["command"], **{name: now[name] for name in SAME}}
         about["inputs"] = hashlib.sha256(json.dumps(inputs).encode()).hexdigest()
         try:
@@ -66,7 +65,10 @@ class Parts:
             run.begin(self.command)
             run.add("parts", [{"id": name, "found": found}])
         # as JSON has it, so that it matters not which of the runs has found it
-        return json.loads(json.dumps(run.lines["parts"][name]["found"]))
+        line = run.lines["parts"][name]
+        if "found" not in line:
+            raise ValueError(f"{run.path} holds nothing for {name!r}: remove it, or give --force")
+        return json.loads(json.dumps(line["found"]))
 
     def save(self, result: dict[str, Any]) -> None:
         """Write the result, and let go of its parts."""

@@ -9,6 +9,8 @@ from dustin_hf.eval.efficiency.record import conditions
 from dustin_hf.held import differing, write_file
 
 CONFIG_NAME = "config.json"
+# Of the conditions: what figures and answers may depend on.
+SAME = ("gpu", "torch", "triton", "transformers", "dustin_hf", "commit")
 
 
 class RunFolder:
@@ -27,11 +29,16 @@ class RunFolder:
 
     def __init__(self, path: Path, about: dict[str, Any]):
         self.path, self.about = path, json.loads(json.dumps(about))
-        self.lines = {task: self._read(task) for task in sorted(file.stem for file in path.glob("*.jsonl"))}
+        held, tasks = self._held(), sorted(file.stem for file in path.glob("*.jsonl"))
+        if not (self.about.keys() <= held.keys() if held else not tasks):
+            raise ValueError(f"{path} holds files of something else: use another folder")
+        self.lines = {task: self._read(task) for task in tasks}
         self.begun = any(self.lines.values())
         # a run that ended before its first answer, for a wrong option say, is none
-        if self.begun and (different := differing(self._held(), self.about)):
+        if self.begun and (different := differing(held, self.about)):
             raise ValueError(f"{path} holds a run with other {different}: use another folder, or remove it")
+        recorded = (held.get("conditions"), *held.get("continued", [])) if self.begun else ()
+        self.went_on: list[dict[str, Any]] = [each for each in recorded if each]
 
     def _held(self) -> dict[str, Any]:
         config = self.path / CONFIG_NAME
@@ -41,29 +48,36 @@ class RunFolder:
             return {}
         except ValueError as error:
             raise ValueError(f"{config} cannot be read ({error}): use another folder, or remove it") from error
-        return held if isinstance(held, dict) else {}
+        return held if isinstance(held, dict) else {"not": "ours"}
 
     def begin(self, command: str) -> None:
-        """Write down what is run, unless it has begun."""
+        """Write down what is run, and where: once, and again where a run goes on elsewhere or with other versions."""
         self.path.mkdir(parents=True, exist_ok=True)
-        if not self.begun:
-            content = {**self.about, "conditions": conditions(command)}
-            write_file(self.path / CONFIG_NAME, (json.dumps(content, indent=1) + "\n").encode())
+        now = conditions(command)
+        if self.went_on and all(self.went_on[-1].get(name) == now[name] for name in SAME):
+            return
+        self.went_on.append(now)
+        first, *others = self.went_on
+        content = {**self.about, "conditions": first} | ({"continued": others} if others else {})
+        write_file(self.path / CONFIG_NAME, (json.dumps(content, indent=1) + "\n").encode())
 
     def _read(self, task: str) -> dict[str, dict[str, Any]]:
         """Answers by sample; a last line without its end, of a run that was killed, is cut off."""
         path = self.path / f"{task}.jsonl"
         content = path.read_bytes()
         whole = content[: content.rfind(b"\n") + 1]
-        if whole != content:
-            write_file(path, whole)
         found = {}
         for number, line in enumerate(whole.splitlines(), 1):
             try:
                 record = json.loads(line)
                 found[record["id"]] = record
             except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(f"{path}, line {number} cannot be read ({type(error).__name__}: {error})") from error
+                raise ValueError(
+                    f"{path}, line {number} cannot be read ({type(error).__name__}: {error}): remove that line, it is "
+                    "made again"
+                ) from error
+        if whole != content:
+            write_file(path, whole)
         return found
 
     def has(self, task: str, ids: Sequence[str]) -> bool:

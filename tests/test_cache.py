@@ -103,7 +103,7 @@ def test_a_plain_forward_is_refused(pair):
 
 def test_capacity_is_the_hosts_maximum():
     cache, _, _ = filled()
-    assert cache.get_max_length() == 12 and cache.layers[0].get_max_cache_shape() == 12
+    assert cache.get_max_length() == 12 and cache.layers[0].get_max_length() == 12
     assert cache.get_mask_sizes(3, 0) == (12, 0)
 
 

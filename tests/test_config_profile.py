@@ -8,13 +8,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
-from helpers import dustin
+from helpers import dustin, plain
 
 import dustin_hf
-from dustin_hf import DustinConfig, DustinProfile, Selection, SelectionPolicy, register_policy
+from dustin_hf import DustinConfig, DustinProfile, Selection, SelectionPolicy, register_policy, unregister_policy
 from dustin_hf import profile as profile_module
+from dustin_hf.cards import model_card
 from dustin_hf.drafting import streaming_slots
-from dustin_hf.profile import CARD_NAME, PROFILE_NAME, SHIPPED, LayerGroup, config_hash, model_card
+from dustin_hf.profile import CARD_NAME, PROFILE_NAME, SHIPPED, LayerGroup, config_hash
 from dustin_hf.selection import _FACTORIES, HybridPolicy, build_policy, policy_names
 from dustin_hf.testing import random_prompts, tiny_model
 
@@ -310,3 +311,56 @@ def test_every_shipped_profile_is_one():
     for path in SHIPPED.glob("*.json"):
         found = DustinProfile.from_pretrained(path)
         assert found.target_hash and found.draft_hash and found.metadata["arr"] and found.draft_shares
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"target_heads": {0: 3}}, "`target_heads` must map layers to whole numbers"),
+        ({"target_heads": None}, "`target_heads` must map layers to whole numbers"),
+        ({"draft_heads": {0: (1.7,)}}, "`draft_heads` must map layers to whole numbers"),
+        ({"draft_heads": {0: (0, 0)}}, "`draft_heads` must name each head once"),
+        ({"draft_share": "0.5"}, "`draft_share` must be between 0 and 1, got '0.5'"),
+        ({"draft_share": True}, "`draft_share` must be between 0 and 1, got True"),
+        ({"metadata": None}, "`metadata` must be a dict"),
+    ],
+)
+def test_fields_of_other_types(fields, message):
+    with pytest.raises(ValueError, match=message):
+        DustinProfile(**{"target_heads": {0: (0,)}, "draft_heads": {0: (0,)}, **fields})
+
+
+def test_what_is_no_place_of_a_profile():
+    for name in ("study/", "no/such/folder/x", "../up"):
+        with pytest.raises(FileNotFoundError, match=f"`profile` {name} does not exist, and is no Hub id"):
+            DustinProfile.from_pretrained(name)
+
+
+@pytest.mark.parametrize("factory, message", [(None, "`factory` must be callable"), (lambda context: 3, "got int")])
+def test_factories_that_make_no_policy(factory, message):
+    with pytest.raises(ValueError, match=message):
+        try:
+            register_policy("no-policy", factory)
+            dustin(tiny_model(), tiny_model(), [[5, 6, 7]], config={"mode": "no-policy"})
+        finally:
+            unregister_policy("no-policy")
+
+
+def test_keys_of_any_type_are_named():
+    with pytest.raises(ValueError, match=r"unknown keys \['1', 'a'\]"):
+        DustinConfig.from_cache_config({1: 2, "a": 3})
+
+
+def test_nothing_is_said_of_estimates_that_nobody_makes(monkeypatch):
+    said = []
+    monkeypatch.setattr("dustin_hf.assembly.logger.warning_once", said.append)
+    for mode, count in (("full", 0), ("hybrid", 1)):
+        dustin(tiny_model(), tiny_model(), [[5, 6, 7]], config={"mode": mode}, new=3)
+        assert len(said) == count
+
+
+@pytest.mark.parametrize("protected", [{"window": 10**8}, {"sinks": 10**8}, {"sinks": 5, "window": 10**8}])
+def test_more_protected_tokens_than_there_are_slots(protected):
+    target, prompts = tiny_model(), random_prompts([9, 40])
+    rows, _ = dustin(target, tiny_model(seed=1), prompts, budget=10**9, config=protected, new=8)
+    assert rows == [plain(target, prompt, new=8) for prompt in prompts]

@@ -319,3 +319,19 @@ def test_no_warning_of_ours_p61(pair, recwarn):
     _, out = dustin(pair.target, pair.M, PROMPTS)
     assert isinstance(out.get("cache", out.get("past_key_values")), dustin_hf.DustinCache)
     assert not [w for w in recwarn if issubclass(w.category, FutureWarning)]
+
+
+def test_what_others_set_meanwhile_stays(pair, monkeypatch):
+    before = GenerationMixin.generate
+    handle = dustin_hf.enable(pair.target)
+    guard = GenerationMixin.generate
+
+    def wrapped(*args, **kwargs):
+        return guard(*args, **kwargs)
+
+    monkeypatch.setattr(GenerationMixin, "generate", wrapped)
+    handle.remove()
+    assert GenerationMixin.generate is wrapped
+    monkeypatch.undo()
+    GenerationMixin.generate = before
+    assert plain(pair.target, PROMPTS[0], new=4) == plain(pair.target, PROMPTS[0], new=4)

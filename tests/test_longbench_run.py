@@ -134,10 +134,11 @@ def test_what_is_refused_and_what_stays(pair, samples, tokenizer, tmp_path, monk
     # a run that ended before its first answer is none
     unborn = tmp_path / "unborn" / "full"
     unborn.mkdir(parents=True)
-    (unborn / "config.json").write_text(json.dumps({"settings": "others"}))
+    config = json.loads((tmp_path / "full" / "config.json").read_text())
+    (unborn / "config.json").write_text(json.dumps({**config, "settings": "others"}))
     run_longbench(*pair, tokenizer, few, METHODS[:1], unborn.parent)
     assert json.loads((unborn / "config.json").read_text())["settings"] == asdict(Settings())
-    for torn, message in (("{", "config.json cannot be read"), ("[]", "holds a run with other")):
+    for torn, message in (("{", "config.json cannot be read"), ("[]", "holds files of something else")):
         (unborn / "config.json").write_text(torn)
         with pytest.raises(ValueError, match=message):
             run_longbench(*pair, tokenizer, few, METHODS[:1], unborn.parent)

@@ -45,6 +45,7 @@ def test_public_names():
         "DustinHandle",
         "DustinProfile",
         "GenerationStats",
+        "PolicyContext",
         "Selection",
         "SelectionPolicy",
         "Signals",
@@ -52,6 +53,7 @@ def test_public_names():
         "disable",
         "enable",
         "register_policy",
+        "unregister_policy",
     ]
     for name in dustin_hf.__all__:
         assert getattr(dustin_hf, name).__doc__

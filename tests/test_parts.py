@@ -10,6 +10,7 @@ from test_bench import DRAFT, TARGET, cpu_as_gpu  # noqa: F401
 from dustin_hf.eval.efficiency import kernels, overhead, real
 from dustin_hf.eval.fidelity import measure
 from dustin_hf.eval.parts import Parts
+from dustin_hf.eval.run_folder import SAME, RunFolder
 from dustin_hf.testing import noisy_copy, random_prompts, tiny_model
 
 
@@ -111,3 +112,35 @@ def test_kernel_benches_go_on(cpu_as_gpu, bench, tmp_path, monkeypatch):  # noqa
 
     found = cut_off_once(monkeypatch, bench, "_measured", 2, run)
     assert list(dict.fromkeys(row["context"] for row in found["rows"])) == [96, 160]
+
+
+def test_folders_of_something_else_are_left_alone(tmp_path):
+    (tmp_path / "notes.jsonl").write_text("mine, without an end")
+    with pytest.raises(ValueError, match="holds files of something else: use another folder"):
+        RunFolder(tmp_path, {"a": 1})
+    assert (tmp_path / "notes.jsonl").read_text() == "mine, without an end"
+    (tmp_path / "notes.jsonl").unlink()
+    (tmp_path / "config.json").write_text('{"model_type": "mine"}')
+    with pytest.raises(ValueError, match="holds files of something else: use another folder"):
+        RunFolder(tmp_path, {"a": 1})
+    assert (tmp_path / "config.json").read_text() == '{"model_type": "mine"}'
+
+
+def test_where_a_run_goes_on_is_kept(tmp_path, monkeypatch):
+    def go_on(commit, n):
+        monkeypatch.setattr("dustin_hf.eval.run_folder.conditions", lambda command: {**dict.fromkeys(SAME), **commit})
+        folder = RunFolder(tmp_path / "run", {"a": 1})
+        for _ in range(2):
+            folder.begin("x")
+        folder.add("task", [{"id": str(n)}])
+        return json.loads((tmp_path / "run" / "config.json").read_text())
+
+    one, two = {"commit": "one", "gpu": "A"}, {"commit": "two", "gpu": "A"}
+    for i in range(2):
+        config = go_on(one, i)
+        assert config["conditions"]["commit"] == "one" and "continued" not in config
+    for i in range(2, 4):
+        config = go_on(two, i)
+        assert config["conditions"]["commit"] == "one"
+        assert [each["commit"] for each in config["continued"]] == ["two"]
+    assert [each["commit"] for each in go_on(one, 5)["continued"]] == ["two", "one"]

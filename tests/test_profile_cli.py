@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-from safetensors import SafetensorError
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from typer import Exit
@@ -142,7 +141,6 @@ def test_errors_are_one_line(folders, monkeypatch, capsys):
         assert isinstance(result.exception, SystemExit) and result.output.count("error: ") == 1
     for error, said in (
         (torch.OutOfMemoryError("CUDA out of memory. Tried\nmore"), "CUDA out of memory. Tried Lower --batch"),
-        (SafetensorError("torn"), r"a .safetensors file cannot be read (torn)"),
         (OSError(), "OSError"),
         (OSError(28, "No space left on device"), "[Errno 28] No space left on device: make room, and give"),
     ):

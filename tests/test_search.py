@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from dustin_hf.profiling import search as search_module
+from dustin_hf.profiling import traces as traces_module
 from dustin_hf.profiling.prices import prices, reached
 from dustin_hf.profiling.recovery import SCALE, Objective, Prepared, Sample
 from dustin_hf.profiling.search import SearchSettings, brute_force, search
@@ -270,3 +271,16 @@ def test_bad_settings(options, message):
 def test_texts_shorter_than_the_budget(tmp_path):
     with pytest.raises(ValueError, match="longest context has 40 tokens, so a budget of 64 keeps all"):
         search(noise(0), tmp_path, replace(SETTINGS, budgets=(10, 64)))
+
+
+def test_a_torn_storage_is_named(tmp_path):
+    (tmp_path / "optuna.db").write_bytes(b"SQLite format 3\0 and no more" * 40)
+    with pytest.raises(ValueError, match=r"optuna\.db cannot be read .*: remove it, its trials are made again"):
+        with search_module._storage(tmp_path / "optuna.db"):
+            pass
+
+
+def test_a_torn_trace_is_named(tmp_path):
+    (tmp_path / "0-text.safetensors").write_bytes(b"\1")
+    with pytest.raises(ValueError, match=r"0-text\.safetensors cannot be read .*: remove it, it is made again"):
+        traces_module._Stored(tmp_path / "0-text.safetensors", "cpu")["positions"]

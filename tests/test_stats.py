@@ -5,6 +5,7 @@ import json
 import pytest
 from helpers import dustin
 
+from dustin_hf import DustinProfile
 from dustin_hf.eval.fidelity import agreement
 from dustin_hf.testing import random_prompts
 
@@ -54,3 +55,21 @@ def test_agreement(pair):
     _, sparse = dustin(pair.target, pair.M, [prompt], new=30, budget=21, eos_token_id=None)
     assert agreement(pair.target, sparse.sequences[0], 60) < 1.0
     assert agreement(pair.target, out.sequences[0, :60], 60) == 1.0
+
+
+@pytest.mark.parametrize(
+    "config, drafted",
+    [
+        ({}, "sparse"),
+        ({"mode": "target"}, "full"),
+        ({"draft_cache": "streaming"}, "streaming"),
+        ({"budget": 100_000}, "full"),
+    ],
+)
+def test_what_was_used_is_said(pair, config, drafted):
+    profile, prompts = DustinProfile({1: (0,)}, {1: (0,)}), random_prompts([12, 60])
+    for given, source in ((None, "default"), (profile, "given")):
+        _, out = dustin(pair.target, pair.M, prompts, config={"budget": 32, **config}, new=4, profile=given)
+        assert (out.stats.draft_cache, out.stats.profile) == (drafted, source)
+    _, out = dustin(pair.target, None, prompts, new=4, prompt_lookup_num_tokens=3)
+    assert out.stats.draft_cache is None

@@ -106,3 +106,8 @@ def test_text_without_spaces_is_streamed_too():
     assert pieces == ["天气", "很好。", "ab\n", "for(i=0;i<\t"]
     streamer.end()
     assert pieces[-1] == "9" and len(pieces) == 5
+
+
+def test_prompts_are_not_passed_on():
+    with pytest.raises(ValueError, match="`skip_prompt=False` is not supported"):
+        BatchTextStreamer(None, print, skip_prompt=False)

@@ -8,6 +8,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditional
 
 import dustin_hf
 from dustin_hf import DustinProfile, UnsupportedModelError
+from dustin_hf.generation import DustinGenerationMixin
 from dustin_hf.profile import config_hash
 from dustin_hf.testing import left_pad, random_prompts, tiny_model
 
@@ -90,6 +91,11 @@ CALLS = {
         {"tokenizer": Tokenizer("a", "b"), "assistant_tokenizer": Tokenizer("b", "a")},
         "must share one tokenizer",
     ),
+    "one tokenizer": ({"assistant_tokenizer": Tokenizer("a", "b")}, "`tokenizer` must be a tokenizer .*, got NoneType"),
+    "no tokenizer": (
+        {"tokenizer": Tokenizer("a", "b"), "assistant_tokenizer": "b"},
+        "`assistant_tokenizer` must be a tokenizer where .*, got str",
+    ),
 }
 
 
@@ -132,6 +138,16 @@ def test_bad_drafts(pair, family, overrides, message):
             assistant_model=tiny_model(family, 1, **overrides),
             cache_implementation="dustin",
             max_new_tokens=4,
+        )
+
+
+def test_a_draft_without_a_head(pair):
+    with (
+        dustin_hf.enable(pair.target),
+        pytest.raises(ValueError, match="Model: load it with AutoModelForCausalLM"),
+    ):
+        pair.target.generate(
+            **left_pad(PROMPTS), assistant_model=pair.M.model, cache_implementation="dustin", max_new_tokens=4
         )
 
 
@@ -188,10 +204,14 @@ def test_profiles_of_another_pair(pair):
         r"heads \(0,\) of draft layer 2": DustinProfile(target_heads={1: (0,)}, draft_heads={2: (0,)}),
     }
     for message, profile in bad.items():
-        with dustin_hf.enable(pair.target, profile=profile), pytest.raises(ValueError, match=message):
-            pair.target.generate(
-                **left_pad(PROMPTS), assistant_model=pair.M, cache_implementation="dustin", max_new_tokens=4
-            )
+        of_target = "target" in message  # which is known before any call
+        with pytest.raises(ValueError, match=message):
+            with dustin_hf.enable(pair.target, profile=profile):
+                assert not of_target
+                pair.target.generate(
+                    **left_pad(PROMPTS), assistant_model=pair.M, cache_implementation="dustin", max_new_tokens=4
+                )
+        assert not isinstance(pair.target, DustinGenerationMixin)
     good = DustinProfile(**heads, target_hash=config_hash(pair.target.config), draft_hash=config_hash(pair.M.config))
     with dustin_hf.enable(pair.target, profile=good):
         pair.target.generate(

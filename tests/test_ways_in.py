@@ -1,5 +1,6 @@
 """Ways to reach generate: pipelines, custom_generate folders, gradient modes, constrained decoding, compiled models."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -38,18 +39,21 @@ def test_pipeline(pair):
     assert [out[0]["generated_text"] for out in batch] == expected
 
 
-def test_custom_generate_folder(pair):
+@pytest.mark.parametrize("another_is_enabled", [False, True])
+def test_custom_generate_folder(pair, another_is_enabled):
     """A folder that a Hub repository can ship; the model was never enabled by its user."""
-    out = pair.target.generate(
-        **left_pad(PROMPTS),
-        assistant_model=pair.M,
-        cache_config={"budget": 999},
-        max_new_tokens=24,
-        do_sample=False,
-        return_dict_in_generate=True,
-        custom_generate=str(METHOD),
-        trust_remote_code=True,
-    )
+    with dustin_hf.enable(pair.S) if another_is_enabled else nullcontext():
+        out = pair.target.generate(
+            **left_pad(PROMPTS),
+            assistant_model=pair.M,
+            cache_implementation="dustin" if another_is_enabled else None,
+            cache_config={"budget": 999},
+            max_new_tokens=24,
+            do_sample=False,
+            return_dict_in_generate=True,
+            custom_generate=str(METHOD),
+            trust_remote_code=True,
+        )
     assert out.sequences[:, 30:].tolist() == expected_rows(pair.target) and out.stats.options["budget"] == 999
     assert not hasattr(pair.target, "_dustin_profiles")
 

@@ -4,7 +4,7 @@ import hashlib
 import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -279,28 +279,38 @@ def _storage(path: Path) -> Iterator[Any]:
     """Optuna's storage in a file, quiet, and closed in the end."""
     import optuna
     from sqlalchemy import event  # which Optuna's storage is made with
-    from sqlalchemy.exc import OperationalError
 
     verbosity = optuna.logging.get_verbosity()
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    storage = optuna.storages.RDBStorage(f"sqlite:///{path}")
+    with ExitStack() as stack, _storage_errors(path):
+        stack.callback(optuna.logging.set_verbosity, verbosity)
+        storage = optuna.storages.RDBStorage(f"sqlite:///{path}")
 
-    @event.listens_for(storage.engine, "connect")
-    def _(connection: Any, record: Any) -> None:
-        # an interrupted process loses nothing without it, and a disk may take 20 ms for each of a thousand writes
-        connection.execute("PRAGMA synchronous = OFF")
+        @event.listens_for(storage.engine, "connect")
+        def _(connection: Any, record: Any) -> None:
+            # an interrupted process loses nothing without it, and a disk may take 20 ms for each of a thousand writes
+            connection.execute("PRAGMA synchronous = OFF")
 
-    storage.engine.dispose()  # the connection that made the tables
+        storage.engine.dispose()  # the connection that made the tables
+        try:
+            yield storage
+        finally:
+            storage.remove_session()
+            storage.engine.dispose()
+
+
+@contextmanager
+def _storage_errors(path: Path) -> Iterator[None]:
+    from sqlalchemy.exc import DatabaseError, OperationalError
+
     try:
-        yield storage
+        yield
     except OperationalError as error:  # a full disk, above all
         raise RuntimeError(
             f"{path} cannot be written ({error.orig}): make room and give the command again, finished trials are kept"
         ) from OSError(str(error.orig))
-    finally:
-        storage.remove_session()
-        storage.engine.dispose()
-        optuna.logging.set_verbosity(verbosity)
+    except DatabaseError as error:
+        raise ValueError(f"{path} cannot be read ({error.orig}): remove it, its trials are made again") from error
 
 
 class _State:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from dustin_hf.held import differing, write_file
@@ -116,13 +116,21 @@ class _Stored(Mapping[str, torch.Tensor]):
 
     def __getitem__(self, name: str) -> torch.Tensor:
         if name not in self.read:
-            with safe_open(self.path, framework="pt", device=self.device) as file:
+            with self._open() as file:
                 self.read[name] = file.get_tensor(name)
         return self.read[name]
 
     def __iter__(self) -> Iterator[str]:
-        with safe_open(self.path, framework="pt") as file:
+        with self._open() as file:
             return iter(list(file.keys()))
+
+    @contextmanager
+    def _open(self) -> Iterator[Any]:
+        try:
+            with safe_open(self.path, framework="pt", device=self.device) as file:
+                yield file
+        except SafetensorError as error:
+            raise ValueError(f"{self.path} cannot be read ({error}): remove it, it is made again") from error
 
     def __len__(self) -> int:
         return len(list(iter(self)))

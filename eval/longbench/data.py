@@ -100,7 +100,7 @@ def _download() -> str:
     except OSError as error:  # also what the Hub's client raises: no connection, offline mode, a refusal
         raise FileNotFoundError(
             f"{ARCHIVE} of {REPOSITORY} cannot be fetched from the Hub ({type(error).__name__}: {error}): "
-            "pass a `folder` with <task>.jsonl files"
+            "pass a `folder` (--data) with <task>.jsonl files"
         ) from error
 
 

@@ -14,7 +14,16 @@ from dataclasses import dataclass
 from dustin_hf.eval.longbench.tasks import GROUPS, TASKS
 from dustin_hf.eval.report.captions import measured
 from dustin_hf.eval.report.layout import MISSING, Marks, Section, Table, number, slug
-from dustin_hf.eval.report.methods import MARKED, comparable, footnote, marks, method_name, pair_of, set_up
+from dustin_hf.eval.report.methods import (
+    MARKED,
+    comparable,
+    conditions_of,
+    footnote,
+    marks,
+    method_name,
+    pair_of,
+    set_up,
+)
 from dustin_hf.eval.report.sources import Source
 
 VARIANTS = ("target", "draft", "hybrid")
@@ -116,7 +125,7 @@ def _section(sources: Sequence[Source]) -> Section:
     conditions = (
         set_up(config, f"prompts of at most {config['max_length']} tokens, ")
         + f" {_samples(runs[0])} "
-        + measured(sources, [source.content["config"].get("conditions") for source in sources])
+        + measured(sources, conditions_of(sources))
     )
     return Section(f"LongBench: {target} with {draft}", conditions, tuple(tables))
 

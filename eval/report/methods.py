@@ -66,6 +66,12 @@ def _rank(method: tuple[str, int | None]) -> tuple[float, float]:
     return (-math.inf if budget is None else -budget, place)
 
 
+def conditions_of(sources: Sequence[Source]) -> list[dict[str, Any] | None]:
+    """Where runs were made, and where they went on."""
+    configs = [source.content["config"] for source in sources]
+    return [each for config in configs for each in (config.get("conditions"), *config.get("continued", []))]
+
+
 def pair_of(config: dict[str, Any]) -> tuple[str, str]:
     """Names of target and draft."""
     return model_name(config["target"]["id"]), model_name(config["draft"]["id"])

@@ -5,7 +5,16 @@ from statistics import fmean
 
 from dustin_hf.eval.report.captions import measured
 from dustin_hf.eval.report.layout import Section, Table, number, slug, tokens
-from dustin_hf.eval.report.methods import MARKED, comparable, footnote, marks, method_name, pair_of, set_up
+from dustin_hf.eval.report.methods import (
+    MARKED,
+    comparable,
+    conditions_of,
+    footnote,
+    marks,
+    method_name,
+    pair_of,
+    set_up,
+)
 from dustin_hf.eval.report.sources import Source
 
 
@@ -28,8 +37,7 @@ def _section(sources: Sequence[Source]) -> Section:
 
     def table(name: str, title: str, columns: Sequence[str], values: list[list[float]], about: str) -> Table:
         rows = [
-            (method_name(mode), number(budget, 0), *(number(x, 1) for x in row))
-            for (mode, budget), row in zip(methods, values)
+            (method_name(mode), number(budget, 0), *map(number, row)) for (mode, budget), row in zip(methods, values)
         ]
         caption = f"Scores, 0 to 100: shares of the answers found. {about}Acceptance is real. {MARKED}"
         return Table(
@@ -41,17 +49,19 @@ def _section(sources: Sequence[Source]) -> Section:
             marks(methods, values),
         )
 
-    by_length = [[fmean(found[task][str(n)] for task in tasks) for n in lengths] for found in scores]
-    by_task = [[found[task][str(n)] for task in tasks for n in lengths] for found in scores]
+    columns = [(task, str(n)) for task in tasks for n in lengths if str(n) in scores[0][task]]
+    whole = [n for n in lengths if all((task, str(n)) in columns for task in tasks)]
+    by_length = [[fmean(found[task][str(n)] for task in tasks) for n in whole] for found in scores]
+    by_task = [[found[task][n] for task, n in columns] for found in scores]
     tables = (
-        table("ruler", "RULER-style tasks by length", [*map(tokens, lengths)], by_length, "Means over tasks. "),
+        table("ruler", "RULER-style tasks by length", [*map(tokens, whole)], by_length, "Means over tasks. "),
         table(
             "ruler-tasks",
             "RULER-style tasks by task and length",
-            [f"{task} {tokens(n)}" for task in tasks for n in lengths],
+            [f"{task} {tokens(int(n))}" for task, n in columns],
             by_task,
             "",
         ),
     )
-    conditions = measured(sources, [source.content["config"].get("conditions") for source in sources])
+    conditions = measured(sources, conditions_of(sources))
     return Section(f"RULER-style tasks: {target} with {draft}", f"{set_up(config)} {conditions}", tables)

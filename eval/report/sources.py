@@ -145,6 +145,7 @@ def _read_file(path: Path) -> Source:
 def _read_run(path: Path) -> Source:
     config = _load(path / CONFIG_NAME)
     _need(config, RUN_FIELDS, path / CONFIG_NAME, "a LongBench or RULER-style run")
+    _need(config["method"], ("mode", "budget"), path / CONFIG_NAME, "a run of one method")
     kind = config.get("benchmark")
     if kind not in RUNS:
         raise ValueError(f"{path} is a run of {kind}: tables are made of runs of {' and '.join(RUNS)} alone")
@@ -169,7 +170,8 @@ def _longbench_tasks(scores: Mapping[str, Any], path: Path) -> set[str]:
 
 
 def _ruler_tasks(scores: Mapping[str, Any], path: Path) -> set[str]:
-    if not all(isinstance(cells, dict) for cells in scores.values()):
+    numbers = [x for cells in scores.values() for x in (cells.values() if isinstance(cells, dict) else [None])]
+    if not all(isinstance(x, int | float) for x in numbers):
         raise ValueError(f"{path} is torn: it must have scores by length for each task. Give the run's command again")
     return {f"{task}-{length}" for task, cells in scores.items() for length in cells}
 
