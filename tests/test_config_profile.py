@@ -362,5 +362,5 @@ def test_nothing_is_said_of_estimates_that_nobody_makes(monkeypatch):
 @pytest.mark.parametrize("protected", [{"window": 10**8}, {"sinks": 10**8}, {"sinks": 5, "window": 10**8}])
 def test_more_protected_tokens_than_there_are_slots(protected):
     target, prompts = tiny_model(), random_prompts([9, 40])
-    rows, _ = dustin(target, tiny_model(seed=1), prompts, budget=10**9, config=protected, new=8)
-    assert rows == [plain(target, prompt, new=8) for prompt in prompts]
+    rows, _ = dustin(target, tiny_model(seed=1), prompts, budget=10**9, config=protected, new=8, eos_token_id=None)
+    assert rows == [plain(target, prompt, new=8, eos_token_id=None) for prompt in prompts]
