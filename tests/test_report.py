@@ -43,7 +43,8 @@ SCORES = {
 }
 
 
-def make_run(out, mode, budget, scores, **config):
+def write_run(out, mode, budget, scores, **config):
+    """The folder of a run of one method."""
     path = out / (mode if budget is None else f"{mode}-{budget}")
     path.mkdir(parents=True)
     about = {
@@ -53,13 +54,15 @@ def make_run(out, mode, budget, scores, **config):
         "settings": {"gamma": 3, "batch_size": 4, "draft_cache": "auto"},
         "generation": {},
         "profile": PROFILE,
-        "questions": {task: "digest" for task in SAMPLES},
-        "benchmark": "longbench",
-        "max_length": 31000,
         "method": {"mode": mode, "budget": budget},
         "conditions": CONDITIONS,
     }
     (path / "config.json").write_text(json.dumps({**about, **config}))
+    (path / "scores.json").write_text(json.dumps(scores))
+    return path
+
+
+def make_run(out, mode, budget, scores, **config):
     # samples of the lossless run are alike, all others 4 points above or below their mean
     spread = 0 if budget is None else 4
     tasks = {
@@ -67,8 +70,8 @@ def make_run(out, mode, budget, scores, **config):
         for (task, n), s in zip(SAMPLES.items(), scores)
     }
     means = {"groups": {}, "over_groups": 12.5, "over_tasks": sum(scores) / len(scores)}
-    (path / "scores.json").write_text(json.dumps({"tasks": tasks, **means}))
-    return path
+    about = {"benchmark": "longbench", "max_length": 31000, "questions": dict.fromkeys(SAMPLES, "digest")}
+    return write_run(out, mode, budget, {"tasks": tasks, **means}, **{**about, **config})
 
 
 @pytest.fixture

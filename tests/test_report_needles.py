@@ -1,9 +1,9 @@
 """Reports of RULER-style runs: cells by hand, which runs stand together, what is refused."""
 
 import csv
-import json
 
 import pytest
+from test_report import write_run
 
 from dustin_hf.eval.report.sources import read_sources
 from dustin_hf.eval.report.write import write_report
@@ -17,18 +17,10 @@ CELLS = ("niah_single-4096", "niah_single-10000", "vt-4096", "vt-10000")
 
 
 def make_run(out, mode, budget, scores, **config):
-    path = out / (mode if budget is None else f"{mode}-{budget}")
-    path.mkdir(parents=True)
     about = {
         "target": {"id": "org/big", "hash": "a"},
-        "draft": {"id": "org/small", "hash": "b"},
-        "dtype": "torch.float32",
-        "settings": {"gamma": 3, "batch_size": 4, "draft_cache": "auto"},
-        "generation": {},
-        "profile": {"target_heads": {"3": [0]}, "draft_heads": {"1": [0]}, "draft_share": 0.75},
         "questions": dict.fromkeys(CELLS, "digest"),
         "benchmark": "ruler",
-        "method": {"mode": mode, "budget": budget},
         "conditions": {
             "date": "2030-05-06T07:08:09+00:00",
             "command": "dustin-hf ruler --samples 20",
@@ -36,9 +28,7 @@ def make_run(out, mode, budget, scores, **config):
         },
         "weights": "of a file",
     }
-    (path / "config.json").write_text(json.dumps({**about, **config}))
-    (path / "scores.json").write_text(json.dumps(scores))
-    return path
+    return write_run(out, mode, budget, scores, **{**about, **config})
 
 
 @pytest.fixture
