@@ -39,6 +39,7 @@ class RunFolder:
             raise ValueError(f"{path} holds a run with other {different}: use another folder, or remove it")
         recorded = (held.get("conditions"), *held.get("continued", [])) if self.begun else ()
         self.went_on: list[dict[str, Any]] = [each for each in recorded if each]
+        self.now: dict[str, Any] = {}
 
     def _held(self) -> dict[str, Any]:
         config = self.path / CONFIG_NAME
@@ -51,12 +52,14 @@ class RunFolder:
         return held if isinstance(held, dict) else {"not": "ours"}
 
     def begin(self, command: str) -> None:
-        """Write down what is run, and where: once, and again where a run goes on elsewhere or with other versions."""
+        """Write down what is run, and where, unless it has begun."""
         self.path.mkdir(parents=True, exist_ok=True)
-        now = conditions(command)
-        if self.went_on and all(self.went_on[-1].get(name) == now[name] for name in SAME):
-            return
-        self.went_on.append(now)
+        self.now = self.now or conditions(command)
+        if not self.went_on:
+            self._note()
+
+    def _note(self) -> None:
+        self.went_on.append(self.now)
         first, *others = self.went_on
         content = {**self.about, "conditions": first} | ({"continued": others} if others else {})
         write_file(self.path / CONFIG_NAME, (json.dumps(content, indent=1) + "\n").encode())
@@ -85,7 +88,9 @@ class RunFolder:
         return all(i in self.lines.get(task, {}) for i in ids)
 
     def add(self, task: str, lines: Sequence[dict[str, Any]]) -> None:
-        """Append the answers that are not there yet."""
+        """Append the answers that are not there yet; where they are of another machine or version, this is noted."""
+        if any(self.went_on[-1].get(name) != self.now[name] for name in SAME):
+            self._note()
         held = self.lines.setdefault(task, {})
         new = [line for line in lines if line["id"] not in held]
         with (self.path / f"{task}.jsonl").open("ab") as file:

@@ -127,13 +127,19 @@ def test_folders_of_something_else_are_left_alone(tmp_path):
 
 
 def test_where_a_run_goes_on_is_kept(tmp_path, monkeypatch):
+    held = []
+
     def go_on(commit, n):
         monkeypatch.setattr("dustin_hf.eval.run_folder.conditions", lambda command: {**dict.fromkeys(SAME), **commit})
         folder = RunFolder(tmp_path / "run", {"a": 1})
         for _ in range(2):
             folder.begin("x")
+        before = (tmp_path / "run" / "config.json").read_text()
+        if n:  # what adds nothing is no part of the run
+            assert before == json.dumps(held[-1], indent=1) + "\n"
         folder.add("task", [{"id": str(n)}])
-        return json.loads((tmp_path / "run" / "config.json").read_text())
+        held.append(json.loads((tmp_path / "run" / "config.json").read_text()))
+        return held[-1]
 
     one, two = {"commit": "one", "gpu": "A"}, {"commit": "two", "gpu": "A"}
     for i in range(2):
