@@ -240,10 +240,11 @@ def with_fused_forwards(parts: StepParts, pool: Pool, compiling: bool = False) -
     def better(forward: Forward) -> Forward:
         if fusion_obstacle(forward.model) is None:
             return pool.fused(forward.model, parts.cache.capacity)
+        if not compiling or not isinstance(forward, StockForward):
+            return forward
         # compiled code of one layer would serve the next one, whatever hooks that has or its class got since
         changed = has_hooks(forward.model) or has_patched_classes(forward.model)
-        compiled = compiling and isinstance(forward, StockForward) and not changed
-        return CompiledForward(forward.model) if compiled else forward
+        return forward if changed else CompiledForward(forward.model)
 
     if isinstance(parts.proposer, ModelProposer):
         parts.proposer.forward = better(parts.proposer.forward)

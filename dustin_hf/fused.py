@@ -38,7 +38,8 @@ def fusion_obstacle(model: "PreTrainedModel") -> str | None:
         return "modules have been changed (quantised, adapted or wrapped)"
     if has_hooks(model):
         return "modules have hooks"
-    if any(type(p) is not nn.Parameter for p in parameters_of(model)):
+    parameters = parameters_of(model)
+    if any(type(p) is not nn.Parameter for p in parameters):
         return "parameters are no plain tensors"
     for layer in decoder.layers:
         linears = [getattr(part, name, None) for part in (layer.self_attn, layer.mlp) for name in _LINEARS]
@@ -64,7 +65,7 @@ def fusion_obstacle(model: "PreTrainedModel") -> str | None:
         return "norms have another epsilon than the configuration"
     if any(type(layer.mlp.act_fn) is not type(ACT2FN["silu"]) for layer in decoder.layers):
         return "the activation is not silu"
-    kinds = {(p.device, p.dtype) for p in parameters_of(model)}
+    kinds = {(p.device, p.dtype) for p in parameters}
     if len(kinds) != 1 or not next(iter(kinds))[1].is_floating_point:
         return "parameters are of several devices or dtypes"
     if torch.is_autocast_enabled(next(iter(kinds))[0].type):

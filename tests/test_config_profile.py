@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import textwrap
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -364,3 +365,19 @@ def test_more_protected_tokens_than_there_are_slots(protected):
     target, prompts = tiny_model(), random_prompts([9, 40])
     rows, _ = dustin(target, tiny_model(seed=1), prompts, budget=10**9, config=protected, new=8, eos_token_id=None)
     assert rows == [plain(target, prompt, new=8, eos_token_id=None) for prompt in prompts]
+
+
+def test_the_example_of_a_policy():
+    """As `register_policy` shows it."""
+    code = register_policy.__doc__.split("last:")[1].split("    Args:")[0]
+    names = {"SelectionPolicy": SelectionPolicy, "Selection": Selection, "register_policy": register_policy}
+    try:
+        exec(textwrap.dedent(code), {**names, "torch": torch})
+        target, prompts = tiny_model(), random_prompts([9, 40])
+        for budget, exact in ((32, False), (64, True)):
+            rows, _ = dustin(target, tiny_model(seed=1), prompts, budget=budget, config={"mode": "recent"}, new=12)
+            expected = [plain(target, prompt, new=12) for prompt in prompts]
+            same = [row[: len(tokens)] == tokens for row, tokens in zip(rows, expected)]
+            assert same[0] and (same[1] or not exact)
+    finally:
+        unregister_policy("recent")

@@ -1,7 +1,8 @@
 """What `bench decode` needs for real runs: models and texts read, prompts cut, outputs compared with what was there."""
 
 import gzip
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,24 +48,26 @@ def load_pair(
     named = (("--target", target, longest), ("--draft", draft, draft_longest))
     for option, name, positions in named:
         if positions:
-            check_positions(_config(option, name), positions, option.removeprefix("--"))
+            with _named(option, name):
+                config = AutoConfig.from_pretrained(name, **_gguf(name, "config.json"))
+            check_positions(config, positions, option.removeprefix("--"))
     models = []
     for option, name, _ in named:
         options = _gguf(name, "*.safetensors")
         if options:  # transformers may keep the weights packed otherwise, which is another model to measure
             options["quantization_config"] = GgufConfig(dequantize=True)
-        try:
+        with _named(option, name):
             model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **options)
-        except (OSError, SafetensorError) as error:
-            raise FileNotFoundError(f"{option} {name}: {str(error).splitlines()[0]}") from error
         models.append(model.to(device).eval())
     return models[0], models[1], load_tokenizer(target)
 
 
-def _config(option: str, name: str) -> Any:
+@contextmanager
+def _named(option: str, name: str) -> Iterator[None]:
+    """What cannot be read, by its option."""
     try:
-        return AutoConfig.from_pretrained(name, **_gguf(name, "config.json"))
-    except OSError as error:
+        yield
+    except (OSError, SafetensorError) as error:
         raise FileNotFoundError(f"{option} {name}: {str(error).splitlines()[0]}") from error
 
 
@@ -74,10 +77,8 @@ def load_tokenizer(target: str) -> Any:
     Raises:
         FileNotFoundError: if there is none.
     """
-    try:
+    with _named("--target", target):
         return AutoTokenizer.from_pretrained(target, **_gguf(target, "tokenizer.json"))
-    except OSError as error:
-        raise FileNotFoundError(f"--target {target}: {str(error).splitlines()[0]}") from error
 
 
 def _gguf(name: str, unless: str) -> dict[str, Any]:

@@ -57,7 +57,8 @@ def add_commands(commands: "Typer") -> None:
             check_libraries(samples)
             settings = Settings(gamma, batch, draft_cache)
             loaded = None if profile is None else read_profile(profile)
-            longest = (max_length or 0) and max_length + max(task_of(name).max_new_tokens for name in samples)
+            answer = max(task_of(name).max_new_tokens for name in samples)
+            longest = 0 if max_length is None else max_length + answer
             models = load_pair(target, draft, the_device(device), longest)
             with bars() as progress:
                 found = run_longbench(
