@@ -144,11 +144,21 @@ def test_scores_in_the_papers_layout(runs, tmp_path):
     assert not list(out.rglob("variants*"))  # there is one variant alone
 
 
+def test_chat_templates_are_said(tmp_path):
+    for given, said in (
+        ({"chat_template": True}, " in the chat template"),
+        ({"chat_template": False}, " without a chat"),
+    ):
+        path = make_run(tmp_path / said, "full", None, SCORES["full", None], **given)
+        assert f"prompts of at most 31000 tokens{said}" in accuracy_sections(read_sources([path]))[0].conditions
+
+
 def test_conditions_are_said(runs, tmp_path):
     write_report([runs], tmp_path / "out")
     text = (tmp_path / "out" / "README.md").read_text()
     for said in (
-        "Target Big-7B, draft org/small, bfloat16; greedy, acceptance real; gamma 3, batch 4, prompts of at most 31000",
+        "Target Big-7B, draft org/small, bfloat16; greedy, acceptance real; gamma 3, batch 4, prompts of at most 31000 "
+        "tokens, draft cache auto",
         "2 target heads of 1 layer, 3 draft heads of 2 layers, draft share 0.750",
         "Samples per task: 200 of narrativeqa; 100 of multifieldqa_en, multi_news, triviaqa.",
         "Measured on 2 x GPU 9 (driver 1.2, CUDA 13.0); torch 2.11.0, transformers 5.17.0, python 3.11.1, dustin_hf "

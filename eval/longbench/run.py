@@ -6,6 +6,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from transformers.utils import logging
+
 from dustin_hf.eval.answering import Group, Method, Question, Settings, answer
 from dustin_hf.eval.longbench.data import Sample
 from dustin_hf.eval.longbench.decoding import end_ids, generate_arguments
@@ -20,6 +22,7 @@ from dustin_hf.profile import DustinProfile
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+logger = logging.get_logger(__name__)
 SCORES_NAME = "scores.json"
 # What a prompt leaves of the model's positions: the longest answer (512 tokens) and a chat template.
 RESERVED = 768
@@ -62,6 +65,12 @@ def run_longbench(
         ModuleNotFoundError: if rouge or jieba is needed and missing.
     """
     check_libraries(samples)
+    chat = bool(tokenizer.chat_template)
+    if not chat and (bare := [task for task in samples if task_of(task).chat]):
+        logger.warning(
+            f"The tokenizer has no chat template: prompts of {', '.join(bare)} are given as they are, as to a base "
+            "model. Chat models score far lower so: see that the template was kept beside the weights."
+        )
     positions, of_draft = (ModelFamily.positions(m.config.get_text_config(decoder=True)) for m in (target, draft))
     limit = min(positions, of_draft) - RESERVED if max_length is None else max_length
     if max_length is None and limit < 2:
@@ -78,7 +87,7 @@ def run_longbench(
         )
         for task, chosen in samples.items()
     }
-    about = {"benchmark": "longbench", "max_length": limit}
+    about = {"benchmark": "longbench", "max_length": limit, "chat_template": chat}
     folders = answer(
         target, draft, tokenizer, groups, methods, out, settings or Settings(), profile, about, command, progress
     )

@@ -28,6 +28,8 @@ from dustin_hf.eval.report.sources import Source
 
 VARIANTS = ("target", "draft", "hybrid")
 TABLE_3 = ("triviaqa", "multi_news")
+# Whether the tokenizer had a template; earlier runs did not note it.
+CHAT = {True: " in the chat template (few-shot and code: bare)", False: " without a chat template", None: ""}
 GROUPED = "Groups and Avg. are means over samples, as in the paper."
 # Rows that the paper's table 8 quotes from SmallKV's (arXiv:2508.02751), of another model. SmallKV
 # itself does not run here: it evicts for good, and for tokens of middle weight it keeps values without keys, with the
@@ -123,7 +125,7 @@ def _section(sources: Sequence[Source]) -> Section:
             if len(variants) > 1:
                 tables += _variants(variants, full, target)
     conditions = (
-        set_up(config, f"prompts of at most {config['max_length']} tokens, ")
+        set_up(config, f"prompts of at most {config['max_length']} tokens{CHAT[config.get('chat_template')]}, ")
         + f" {_samples(runs[0])} "
         + measured(sources, conditions_of(sources))
     )
