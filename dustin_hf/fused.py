@@ -112,14 +112,18 @@ class FusedForward:
     @torch.no_grad()
     def prepare(self, positions: int) -> None:
         """Take the weights as they are now, and rotary tables for rows of `positions` tokens."""
+        copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         for layer, merged in zip(self._layers, self._merged):
             attention, mlp = layer.self_attn, layer.mlp
             qkv = [attention.q_proj, attention.k_proj, attention.v_proj]
             for name, linears in (("qkv", qkv), ("gate_up", [mlp.gate_proj, mlp.up_proj])):
-                if sum(linear.weight.nbytes for linear in linears) <= MERGE_BYTES:
-                    _merge(merged, name, [linear.weight for linear in linears])
+                weights = [linear.weight for linear in linears]
+                if sum(weight.nbytes for weight in weights) <= MERGE_BYTES:
+                    copies += _merge(merged, name, weights)
             if attention.q_proj.bias is not None:
-                _merge(merged, "bias", [linear.bias for linear in qkv])
+                copies += _merge(merged, "bias", [linear.bias for linear in qkv])
+        if copies:  # all at once: one by one their launches take longer than they do
+            torch._foreach_copy_([to for to, _ in copies], [weight for _, weight in copies])
         weight: Any = self.model.get_input_embeddings().weight
         fitting = [table for table in self.tables if _alike(table[0], weight)]
         positions = max(positions, *(len(cos) for cos, _ in fitting), 0)
@@ -186,13 +190,18 @@ class FusedForward:
         return o.flatten(2).flatten(0, 1)
 
 
-def _merge(merged: dict[str, torch.Tensor], name: str, parts: list[torch.Tensor]) -> None:
-    """Put matrices below each other; into the same memory as the last time, so that graphs see it."""
-    parts = [part.detach() for part in parts]
-    if name in merged and _alike(merged[name], parts[0]):
-        torch.cat(parts, out=merged[name])
-    else:
-        merged[name] = torch.cat(parts)
+def _merge(
+    merged: dict[str, torch.Tensor], name: str, parts: list[torch.Tensor]
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Make room for matrices below each other: where they were the last time, so that graphs see it.
+
+    Returns:
+        What is to be copied: where to, and the matrix.
+    """
+    rows = [len(part) for part in parts]
+    if name not in merged or not _alike(merged[name], parts[0]):
+        merged[name] = parts[0].new_empty(sum(rows), *parts[0].shape[1:])
+    return list(zip(merged[name].split(rows), parts))
 
 
 def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -11,6 +11,7 @@ from dustin_hf.assembly import assemble
 from dustin_hf.cache import DustinCache
 from dustin_hf.config import DustinConfig
 from dustin_hf.engine import choose_backend, run_steps
+from dustin_hf.modules import walking_once
 from dustin_hf.pool import Pool
 from dustin_hf.profile import DustinProfile
 from dustin_hf.stats import GenerationStats, StatsRecorder
@@ -104,6 +105,7 @@ class DustinGenerationMixin(_Model):
                 "DustinCache of an earlier call, or be left out"
             )
 
+    @walking_once()
     def _assisted_decoding(self, input_ids, generation_config, **kwargs):
         if generation_config.cache_implementation != CACHE_IMPLEMENTATION:
             return super()._assisted_decoding(input_ids, generation_config=generation_config, **kwargs)

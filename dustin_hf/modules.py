@@ -1,13 +1,43 @@
 """Modules and parameters of a model in one quick walk: every call looks at all of them several times."""
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch.nn.modules.module as _everywhere
 from torch import nn
 
 
-def modules_of(*models: nn.Module) -> list[nn.Module]:
+class _ThisThread(threading.local):
+    walks: dict[nn.Module, list[nn.Module]] | None = None  # of models met within `walking_once`
+
+
+_this_thread = _ThisThread()
+
+
+@contextmanager
+def walking_once() -> Iterator[None]:
+    """Within this, in this thread, `modules_of` walks through each model once: for a call, which takes none apart."""
+    before, _this_thread.walks = _this_thread.walks, {}
+    try:
+        yield
+    finally:
+        _this_thread.walks = before
+
+
+def modules_of(model: nn.Module) -> list[nn.Module]:
     """All modules, each once, as `Module.modules()` lists them but without names, which take ten times as long."""
+    walks = _this_thread.walks
+    if walks is None:
+        return _walk(model)
+    if model not in walks:
+        walks[model] = _walk(model)
+    return walks[model]
+
+
+def _walk(model: nn.Module) -> list[nn.Module]:
     found: dict[int, nn.Module] = {}
-    waiting = list(models)
+    waiting = [model]
     while waiting:
         module = waiting.pop()
         if id(module) not in found:
@@ -17,8 +47,9 @@ def modules_of(*models: nn.Module) -> list[nn.Module]:
 
 
 def parameters_of(*models: nn.Module) -> list[nn.Parameter]:
-    """All parameters; one that modules share comes more than once."""
-    return [p for module in modules_of(*models) for p in module._parameters.values() if p is not None]
+    """All parameters; one that modules or models share comes more than once."""
+    modules = (module for model in models for module in modules_of(model))
+    return [p for module in modules for p in module._parameters.values() if p is not None]
 
 
 def has_patched_classes(model: nn.Module) -> bool:

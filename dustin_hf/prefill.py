@@ -29,8 +29,14 @@ MIN_SHARED = 64
 
 def held_prefixes(cache: DustinCache, sequences: torch.Tensor, pads: list[int]) -> list[int]:
     """Tokens at the start of each prompt that the cache holds already, the last token of the prompt not counted."""
-    prompts, tokens, lengths = sequences.cpu().numpy(), cache.tokens.cpu().numpy(), cache.lengths.tolist()
-    return [_common(prompts[row, pad:-1], tokens[row, : lengths[row]]) for row, pad in enumerate(pads)]
+    # on the device: to fetch the tokens of many long prompts takes longer than to compare them
+    device, tokens = sequences.device, cache.tokens.to(sequences.device)
+    last, slots = sequences.shape[1] - 1, torch.arange(tokens.shape[1], device=device)
+    columns = torch.tensor(pads, device=device)[:, None] + slots
+    same = tokens == sequences.gather(1, columns.clamp(max=last))
+    same &= (columns < last) & (slots < cache.lengths.to(device)[:, None])
+    held: list[int] = same.cumprod(1).sum(1).tolist()
+    return held
 
 
 def prefill(

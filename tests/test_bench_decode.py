@@ -1,6 +1,7 @@
 """`bench decode`: its options, prompts from texts, shares of old n-grams, and real runs of tiny models."""
 
 import gzip
+import importlib
 import json
 from dataclasses import replace
 
@@ -55,6 +56,38 @@ def test_help_and_errors_of_decode(tmp_path, monkeypatch):
     ):
         result = CliRunner().invoke(cli.app(), ["bench", "decode", *arguments])
         assert result.exit_code == 1 and "error: " in result.output and message in result.output
+
+
+TWICE = "--context 9 --context 7 --context 9 --batch 2 --batch 2"
+
+
+@pytest.mark.parametrize(
+    "measure, arguments, measured",
+    [
+        (
+            "decode.run_decode",
+            f"decode --shape qwen2.5-7b {TWICE} --tau 2 --tau 2 --arms vanilla,dustin,vanilla",
+            ([9, 7], [2], 3, 512, ["vanilla", "dustin"], [2.0]),
+        ),
+        (
+            "kernels.run_kernels",
+            f"kernels --shape qwen2.5-7b --shape qwen2.5-7b {TWICE}",
+            (["qwen2.5-7b"], [9, 7], [2], 4, 512),
+        ),
+        ("overhead.run_overhead", "overhead --context 9 --context 9", ([9], 8, 4, 512)),
+    ],
+)
+def test_what_is_asked_for_twice_is_measured_once(measure, arguments, measured, monkeypatch):
+    module, name = measure.split(".")
+    module = importlib.import_module(f"dustin_hf.eval.efficiency.{module}")
+    calls = []
+    monkeypatch.setattr(module, name, lambda *args: calls.append(args) or {})
+    monkeypatch.setattr(module, "report", lambda result: None)
+    result = CliRunner().invoke(cli.app(), ["bench", *arguments.split()])
+    assert result.exit_code == 0, result.output
+    (args,) = calls
+    first = [isinstance(arg, list) for arg in args].index(True)  # behind the shapes
+    assert args[first : first + len(measured)] == measured
 
 
 @no_gpu

@@ -8,6 +8,7 @@ import torch
 from helpers import assert_rows_equal_plain, dustin, heads, padded, plain
 
 import dustin_hf
+from dustin_hf import modules
 from dustin_hf._compat import CACHE_ARG
 from dustin_hf.eval.fidelity import agreement
 from dustin_hf.modules import modules_of, parameters_of
@@ -261,4 +262,25 @@ def test_walks_find_what_torch_lists():
     model.twice = model.model.layers[0]  # a module with two names
     assert {id(m) for m in modules_of(model)} == {id(m) for m in model.modules()}
     assert {id(p) for p in parameters_of(model)} == {id(p) for p in model.parameters()}
-    assert len(modules_of(model, model)) == len(list(model.modules()))
+    assert len(modules_of(model)) == len(list(model.modules()))
+
+
+def test_a_call_walks_through_each_model_once(pair, monkeypatch):
+    walked = []
+    walk = modules._walk
+    monkeypatch.setattr(modules, "_walk", lambda model: walked.append(model) or walk(model))
+    for _ in range(2):
+        dustin(pair.target, pair.S, random_prompts([9, 5]), config={"backend": "compiled"}, new=4)
+        assert sorted(map(id, walked)) == sorted(map(id, (pair.target, pair.S)))
+        walked.clear()  # the next call sees what has changed since
+
+
+def test_walks_of_a_call_are_forgotten_with_it():
+    model = tiny_model("llama")
+    with modules.walking_once():
+        before = modules_of(model)
+        model.one_more = torch.nn.Identity()
+        with modules.walking_once():  # a call within a call, by a processor say
+            assert model.one_more in modules_of(model)
+        assert modules_of(model) is before
+    assert model.one_more in modules_of(model)

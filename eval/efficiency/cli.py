@@ -2,10 +2,12 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 if TYPE_CHECKING:
     from typer import Typer
+
+T = TypeVar("T")
 
 
 def bench_app() -> "Typer":
@@ -38,9 +40,9 @@ def bench_app() -> "Typer":
         with one_line_errors():
             parts = Parts(out, force, command_line())
             result = bench.run_kernels(
-                shape or bench.SHAPE_NAMES,
-                context or bench.CONTEXTS,
-                batch or bench.BATCHES,
+                _once(shape or bench.SHAPE_NAMES),
+                _once(context or bench.CONTEXTS),
+                _once(batch or bench.BATCHES),
                 gamma,
                 budget,
                 command_line(),
@@ -89,7 +91,7 @@ def bench_app() -> "Typer":
         from dustin_hf.eval.parts import Parts
         from dustin_hf.texts import first_ids
 
-        points, batches = context or CONTEXTS, batch or BATCHES
+        points, batches = _once(context or CONTEXTS), _once(batch or BATCHES)
 
         def say(text: str) -> None:
             typer.echo(text, err=True)
@@ -124,7 +126,7 @@ def bench_app() -> "Typer":
                     gamma,
                     budget,
                     names,
-                    tau or [2.2],
+                    _once(tau or [2.2]),
                     command_line(),
                     ragged,
                     say,
@@ -158,7 +160,7 @@ def bench_app() -> "Typer":
                 context,
                 rows,
                 batch,
-                chunk or [],
+                _once(chunk or []),
                 command_line(),
                 lambda text: typer.echo(text, err=True),
             )
@@ -189,7 +191,7 @@ def bench_app() -> "Typer":
             parts = Parts(out, force, command_line())
             result = bench.run_overhead(
                 *pair_of(shape),
-                context or bench.CONTEXTS,
+                _once(context or bench.CONTEXTS),
                 batch,
                 gamma,
                 budget,
@@ -201,6 +203,11 @@ def bench_app() -> "Typer":
             bench.report(result)
 
     return commands
+
+
+def _once(values: Sequence[T]) -> list[T]:
+    """The values in their order, one that was given again only once."""
+    return list(dict.fromkeys(values))
 
 
 def _check_modes(
@@ -227,4 +234,4 @@ def _arms(text: str | None, known: Sequence[str]) -> list[str]:
     unknown = sorted(set(names) - set(known))
     if unknown:
         raise ValueError(f"--arms must be of {', '.join(known)}, got {', '.join(unknown)}")
-    return names
+    return _once(names)

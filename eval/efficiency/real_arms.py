@@ -15,6 +15,7 @@ from dustin_hf.cache import DustinCache
 from dustin_hf.engine import Backend, CapturedSteps, with_fused_forwards
 from dustin_hf.eval.efficiency.arms import ARMS, Arm, build
 from dustin_hf.model_patches.attention import block_attention
+from dustin_hf.modules import walking_once
 from dustin_hf.pool import Pool, rounded
 from dustin_hf.prefill import prefill
 from dustin_hf.profile import DustinProfile
@@ -119,6 +120,7 @@ def speculate(target: Any, draft: Any, point: Point, arm: Arm, gamma: int, budge
     return Run(seconds, sum(point.prefill_s), stamps.times[1:], stats.committed, rows, phases, more)
 
 
+@walking_once()
 def plain(target: Any, draft: Any, point: Point, profile: DustinProfile, new_tokens: int, pool: Pool) -> Run:
     """The vanilla arm, which `generate` does not offer: the engine's own steps without drafts."""
     cache, captures = point.cache, target.device.type == "cuda"
