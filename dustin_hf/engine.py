@@ -209,6 +209,8 @@ class CapturedSteps:
 
     def _next(self) -> StepGraph | None:
         """The graph of this step; None where it has to run as it is."""
+        if self.steps > 2 and self.graph is not None:
+            return self.graph  # the key, which names every parameter, is looked up in two steps only
         captured = self.parts.cache._shared.graphs
         # by the third step all kernels are compiled: the first one reads everything, the others what they choose
         if self.key not in captured and self.steps > 2 and self.backend.whole:

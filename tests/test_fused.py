@@ -6,13 +6,18 @@ from helpers import dustin, plain
 from torch import nn
 
 import dustin_hf
+from dustin_hf import engine, generation
 from dustin_hf.cache import DustinCache
 from dustin_hf.drafting import ModelProposer, recent_slots
+from dustin_hf.engine import Backend
 from dustin_hf.forward import CompiledForward, StockForward
 from dustin_hf.fused import FusedForward, fusion_obstacle
+from dustin_hf.graphs import StepGraph, _copy
 from dustin_hf.model_patches.attention import BlockAttention, block_attention
 from dustin_hf.modules import has_hooks
 from dustin_hf.selection import Selection
+from dustin_hf.stats import Clock
+from dustin_hf.step import speculative_step
 from dustin_hf.testing import assert_close, left_pad, random_prompts, tiny_model
 
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3"]
@@ -268,3 +273,39 @@ def test_rotary_tables_are_made_anew_in_each_call(change):
     assert not torch.equal(first, second)
     expected, width = [plain(target, prompt, new=12) for prompt in PROMPTS], max(map(len, PROMPTS))
     assert [row[: len(tokens)] for row, tokens in zip(second[:, width:].tolist(), expected)] == expected
+
+
+class NotCaptured(StepGraph):
+    """Runs its step anew instead of replaying it: what calls do with graphs, where there are none."""
+
+    def __init__(self, parts, state, gamma, columns, pool):
+        self.arguments = parts, gamma
+        self.state, self.started_from, self.of_rows = _copy(state, columns), {}, []
+        self.clock = Clock(state.sequences.device)
+        self.replays = 0
+
+    def replay(self):
+        self.replays += 1
+        parts, gamma = self.arguments
+        return speculative_step(parts, self.state, gamma, None, self.clock)
+
+
+def test_steps_of_a_call_find_their_graph(pair, monkeypatch):
+    """Two steps as they are, then one graph for all others, whose key is made once and looked up once."""
+    keys, graphs = [], []
+
+    class Key(tuple):
+        __slots__ = ()
+
+        def __hash__(self):
+            keys.append(self)
+            return super().__hash__()
+
+    monkeypatch.setattr(engine, "step_key", lambda *args: Key())
+    monkeypatch.setattr(engine, "StepGraph", lambda *args: graphs.append(NotCaptured(*args)) or graphs[-1])
+    monkeypatch.setattr(generation, "choose_backend", lambda *args: Backend("graph", "a test", whole=True))
+    rows, out = dustin(pair.target, pair.M, PROMPTS, new=40, eos_token_id=None)
+    assert rows == [plain(pair.target, prompt, new=40, eos_token_id=None) for prompt in PROMPTS]
+    steps = out.stats.target_calls
+    assert steps > 8 and [graph.replays for graph in graphs] == [0, steps - 2]
+    assert len(keys) <= 8  # not in each step: it names every parameter
